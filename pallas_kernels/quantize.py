@@ -1,0 +1,235 @@
+"""Quantization of pages and its inverse: the pure reference, which is also the fallback where no kernel can run.
+
+Keys: each channel of a page on its own over the G tokens; the C channels of highest score with 4 bits, the others with 2. Values: each
+token on its own over its D channels, with 2 or 4 bits. Asymmetric (Kitty, arXiv 2511.18643, section 3; KIVI, arXiv 2402.02750):
+
+    min   = float16(lowest)
+    scale = float16((highest - min) / (2**bits - 1))
+    code  = clamp(round_half_even((x - min) / scale), 0, 2**bits - 1)
+
+Codes are computed against the *stored* (rounded) min and scale, so that the rounding of the metadata is compensated and not added.
+
+float16 metadata ends at 65,504 and bfloat16 models do not. A page whose largest magnitude is not below 2**13 (keys) or 2**5 (values) is
+divided by the smallest power of two that brings it there, and the power is stored as the record's ``exponent``. The limits leave
+room for what the attention kernel multiplies in float16: 4 * scale * q with \\|q\\| <= 1, and 4 * scale * weight with weights up to 2**8.
+
+Sums over a page are taken in a fixed order (:func:`tree_sum`), so that a page's scores, and with them its channels, do not depend on
+how many pages a program handles at once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kitty_jax.pallas_kernels import packing
+from kitty_jax.pallas_kernels.pages import PageFormat, join_record, split_record
+
+KEY_LIMIT_LOG2 = 13
+VALUE_LIMIT_LOG2 = 5
+
+Score = Literal["magnitude", "variance", "range"]
+SCORES: tuple[str, ...] = ("magnitude", "variance", "range")
+
+
+def tree_sum(x: Array, axis: int) -> Array:
+    """Sum along ``axis`` by repeated halving: the same bits in every program, unlike a reduction XLA may reorder."""
+    x = jnp.moveaxis(x, axis, 0)
+    while x.shape[0] > 1:
+        half = x.shape[0] // 2
+        odd = x[2 * half :]
+        x = x[:half] + x[half : 2 * half]
+        if odd.shape[0]:
+            x = jnp.concatenate([x[:1] + odd, x[1:]])
+    return x[0]
+
+
+def channel_scores(keys: Array, score: Score = "magnitude") -> Array:
+    """Score of every channel of a page: keys [..., G, D] -> float32 [..., D].
+
+    ``magnitude`` is the paper's: the mean over the page of \\|k\\|. ``variance`` and ``range`` (highest - lowest) are alternatives.
+    """
+    x = keys.astype(jnp.float32)
+    count = np.float32(x.shape[-2])
+    if score == "magnitude":
+        return tree_sum(jnp.abs(x), -2) / count
+    if score == "variance":
+        centred = x - (tree_sum(x, -2) / count)[..., None, :]
+        return tree_sum(jnp.square(_short(centred)), -2) / count
+    if score == "range":
+        return jnp.max(x, -2) - jnp.min(x, -2)
+    raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
+
+
+def select_channels(scores: Array, count: int) -> Array:
+    """The ``count`` channels of highest score, ties to the lowest channel, in ascending order: [..., D] -> uint8 [..., count]."""
+    _, channels = jax.lax.top_k(scores, count)
+    return jnp.sort(channels.astype(jnp.int32), axis=-1).astype(jnp.uint8)
+
+
+def boost_index(channels: Array, head_dim: int, sentinel: int = 255) -> Array:
+    """The paper's Boost_IDX: for every channel its row in the high plane, or ``sentinel``. uint8 [..., C] -> uint8 [..., D]."""
+    hit = channels[..., None, :].astype(jnp.int32) == jnp.arange(head_dim, dtype=jnp.int32)[:, None]
+    slot = jnp.argmax(hit, axis=-1) if channels.shape[-1] else jnp.zeros(hit.shape[:-1], jnp.int32)
+    return jnp.where(jnp.any(hit, -1), slot, sentinel).astype(jnp.uint8)
+
+
+def page_exponent(x: Array, limit_log2: int) -> Array:
+    """Smallest e >= 0 with max \\|x\\| < 2**(limit_log2 + e), over the last two axes: [..., G, D] -> int8 [..., 1]."""
+    top = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(-1, -2))
+    bits = jax.lax.bitcast_convert_type(top, jnp.int32)
+    return jnp.maximum((bits >> 23) - 126 - limit_log2, 0).astype(jnp.int8)[..., None]
+
+
+def power_of_two(exponent: Array) -> Array:
+    """2**exponent as float32, exactly, for integers from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def _short(x: Array) -> Array:
+    """x to 12 significant bits: its square is exact in float32, so a fused multiply-add cannot change a sum of squares."""
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
+
+
+def _quantize(
+    x: Array, axis: int, is_4bit: Array | np.ndarray, shrink: tuple[float, ...]
+) -> tuple[Array, Array, Array]:
+    """(codes float32, scale float16, min float16) of x along ``axis``; the bool ``is_4bit`` broadcasts against the statistics.
+
+    Written so that contracting a product and a sum into a fused multiply-add changes no bit: every product that meets a sum is exact.
+    """
+    lowest, highest = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
+    levels = jnp.where(is_4bit, np.float32(15), np.float32(3))
+    reciprocal = jnp.where(is_4bit, np.float32(1 / 15), np.float32(1 / 3))
+
+    def with_range(low: Array, high: Array):
+        # Which of -0 and +0 is the smaller is left to the order of the reduction: one zero makes one record.
+        low = jnp.where(low == 0, 0, low).astype(jnp.float16)
+        base = low.astype(jnp.float32)
+        scale = (jnp.maximum(high - base, 0) * reciprocal).astype(jnp.float16)
+        step = scale.astype(jnp.float32)
+        codes = jnp.round((x - base) / jnp.where(step > 0, step, 1))
+        return jnp.clip(codes, 0, levels), scale, low
+
+    if shrink == (1.0,):
+        return with_range(lowest, highest)
+    best = None
+    for factor in shrink:
+        cut = jax.lax.reduce_precision(highest - lowest, 8, 11) * jnp.float32(jnp.bfloat16((1 - factor) / 2))
+        codes, scale, low = with_range(lowest + cut, highest - cut)
+        error = codes * scale.astype(jnp.float32) + low.astype(jnp.float32) - x
+        error = jnp.expand_dims(tree_sum(jnp.square(_short(error)), axis), axis)
+        if best is None:
+            best = (error, codes, scale, low)
+        else:
+            better = error < best[0]
+            best = tuple(jnp.where(better, new, old) for new, old in zip((error, codes, scale, low), best, strict=True))
+    return best[1:]
+
+
+def quantize_keys(
+    keys: Array,
+    fmt: PageFormat,
+    *,
+    score: Score = "magnitude",
+    weights: Array | None = None,
+    scores: Array | None = None,
+    shrink: tuple[float, ...] = (1.0,),
+) -> Array:
+    """Quantizes and packs pages of keys.
+
+    Args:
+        keys: [..., G, D], any float dtype, one KV head and page per leading index.
+        fmt: page format.
+        score: how channels are scored (:func:`channel_scores`).
+        weights: optional float [..., D] (broadcast), multiplied into the scores.
+        scores: optional float32 [..., D] (broadcast) that replaces the score altogether (random or fixed channels).
+        shrink: factors of the range to try per channel; the one of least squared error is kept, ties to the first.
+
+    Returns:
+        uint32 [..., fmt.key_words], key records.
+    """
+    if keys.shape[-2:] != (fmt.page, fmt.head_dim):
+        raise ValueError(f"keys must end in [page, head_dim] = {[fmt.page, fmt.head_dim]}, got shape {keys.shape}")
+    x = keys.astype(jnp.float32)
+    batch = x.shape[:-2]
+    if fmt.boosted in (0, fmt.head_dim):
+        channels = jnp.broadcast_to(jnp.arange(fmt.boosted, dtype=jnp.uint8), (*batch, fmt.boosted))
+    else:
+        if scores is None:
+            scores = channel_scores(x, score)
+        if weights is not None:
+            scores = scores * weights.astype(jnp.float32)
+        channels = select_channels(jnp.broadcast_to(scores, (*batch, fmt.head_dim)), fmt.boosted)
+    is_boosted = jnp.any(channels[..., None] == jnp.arange(fmt.head_dim, dtype=jnp.uint8), -2)  # [..., D]
+    exponent = page_exponent(x, KEY_LIMIT_LOG2)
+    x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
+    codes, scale, low = _quantize(x, -2, is_boosted[..., None, :], shrink)
+    codes = codes.astype(jnp.uint32)
+    rows = jnp.broadcast_to(channels.astype(jnp.int32)[..., None, :], (*batch, fmt.page, fmt.boosted))
+    parts = dict(
+        low=packing.pack_keys(codes & np.uint32(3)),
+        high=packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2)),
+        scale=scale[..., 0, :],
+        min=low[..., 0, :],
+        channels=channels,
+        exponent=exponent,
+    )
+    return join_record(parts, fmt.key_parts)
+
+
+def quantize_values(values: Array, fmt: PageFormat) -> Array:
+    """Quantizes and packs pages of values: [..., G, D], any float dtype -> uint32 [..., fmt.value_words], value records."""
+    if values.shape[-2:] != (fmt.page, fmt.head_dim):
+        raise ValueError(f"values must end in [page, head_dim] = {[fmt.page, fmt.head_dim]}, got shape {values.shape}")
+    x = values.astype(jnp.float32)
+    exponent = page_exponent(x, VALUE_LIMIT_LOG2)
+    x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
+    codes, scale, low = _quantize(x, -1, np.full((1, 1), fmt.value_bits == 4), (1.0,))
+    codes = codes.astype(jnp.uint32)
+    plane = packing.pack_values(codes & np.uint32(3))
+    parts = dict(
+        low=plane,
+        high=packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else plane[..., :0],
+        scale=scale[..., 0],
+        min=low[..., 0],
+        exponent=exponent,
+    )
+    return join_record(parts, fmt.value_parts)
+
+
+def _restore(codes: Array, scale: Array, low: Array, exponent: Array, axis: int) -> Array:
+    scale, low = (jnp.expand_dims(x.astype(jnp.float32), axis) for x in (scale, low))
+    return (codes.astype(jnp.float32) * scale + low) * power_of_two(exponent)[..., None]
+
+
+def key_codes(parts: dict[str, Array], fmt: PageFormat) -> Array:
+    """Codes 0..15 of key records' parts (:func:`.pages.split_record`): uint32 [..., G, D]."""
+    codes = packing.unpack_keys(parts["low"], fmt.page, fmt.head_dim)
+    if not fmt.boosted:
+        return codes
+    high = packing.unpack_keys(parts["high"], fmt.page, fmt.boosted)
+    if fmt.boosted == fmt.head_dim:
+        return codes + 4 * high
+    slot = boost_index(parts["channels"], fmt.head_dim)[..., None, :]  # [..., 1, D]
+    index = jnp.broadcast_to(jnp.minimum(slot.astype(jnp.int32), fmt.boosted - 1), codes.shape)
+    return codes + jnp.where(slot == 255, 0, 4 * jnp.take_along_axis(high, index, -1))
+
+
+def dequantize_keys(records: Array, fmt: PageFormat) -> Array:
+    """Key records uint32 [..., fmt.key_words] -> float32 [..., G, D] (Algorithm 1 of the paper)."""
+    parts = split_record(records, fmt.key_parts)
+    return _restore(key_codes(parts, fmt), parts["scale"], parts["min"], parts["exponent"], -2)
+
+
+def dequantize_values(records: Array, fmt: PageFormat) -> Array:
+    """Value records uint32 [..., fmt.value_words] -> float32 [..., G, D]."""
+    parts = split_record(records, fmt.value_parts)
+    codes = packing.unpack_values(parts["low"], fmt.page, fmt.head_dim)
+    if fmt.value_bits == 4:
+        codes = codes + 4 * packing.unpack_values(parts["high"], fmt.page, fmt.head_dim)
+    return _restore(codes, parts["scale"], parts["min"], parts["exponent"], -1)

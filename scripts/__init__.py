@@ -1,0 +1,1 @@
+"""Command-line mains, run from a checkout: `python scripts/NAME.py --help`."""

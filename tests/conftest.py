@@ -1,0 +1,59 @@
+"""What all tests share: eight CPU devices, strict dtype promotion, GPU tests kept to GPUs, the small model and text."""
+
+import os
+
+# Read when JAX makes its CPU client, so it has to stand before any test touches an array. GPUs are not affected by it.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from scripts.fetch_demo import ASSETS, CACHE, join_texts
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests where JAX sees no GPU; where nothing but they were asked for, that is an error."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items or jax.default_backend() == "gpu":
+        return
+    found = ", ".join(sorted({f"{device.platform} ({device.device_kind})" for device in jax.devices()}))
+    reason = f"needs an NVIDIA GPU, but JAX sees only: {found}"
+    if "gpu" in config.option.markexpr and len(gpu_items) == len(items):
+        raise pytest.UsageError(
+            f"-m {config.option.markexpr!r} selects GPU tests alone: {reason}. Install `kitty-jax[cuda]` on a machine "
+            "with an NVIDIA GPU, and see that JAX_PLATFORMS does not exclude it."
+        )
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _asset(what: str, override: str | None = None) -> Path:
+    """The path of fetched data. Without it: a skip for a user, a failure in CI, where nothing may go missing unseen."""
+    named = os.environ.get(override) if override else None
+    path = Path(named) if named else CACHE / ASSETS[what].target
+    if path.exists():
+        return path
+    if named:
+        pytest.fail(f"{override} names {path}, which does not exist", pytrace=False)
+    message = f"{path.relative_to(CACHE.parent)} is missing: run `python scripts/fetch_demo.py --what {what}`"
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(message, pytrace=False)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct; KITTY_JAX_SMOLLM2 names another place."""
+    return _asset("smollm2", "KITTY_JAX_SMOLLM2")
+
+
+@pytest.fixture(scope="session")
+def essays_text() -> str:
+    """The essays of Paul Graham in the order of their file names, joined by an empty line (644,000 characters)."""
+    return join_texts(_asset("essays"))
