@@ -1,0 +1,134 @@
+"""From a name, a config.json, or arrays to a decoder: the one place that knows all families."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from kitty_jax.models import hf_config, llama3, qwen3
+from kitty_jax.models.decoder import Decoder, DecoderConfig
+from kitty_jax.models.names import Path, abstract_model, abstract_params, params_of, path_text
+from kitty_jax.models.sharding import check_mesh, param_sharding
+
+_FAMILIES = {family.model_type: family for family in (qwen3.QWEN3, qwen3.QWEN2, llama3.LLAMA)}
+
+CONFIGS: dict[str, Callable[[], DecoderConfig]] = {
+    "qwen3-0.6b": qwen3.qwen3_0_6b,
+    "qwen3-1.7b": qwen3.qwen3_1_7b,
+    "qwen3-4b": qwen3.qwen3_4b,
+    "qwen3-8b": qwen3.qwen3_8b,
+    "qwen3-14b": qwen3.qwen3_14b,
+    "qwen3-32b": qwen3.qwen3_32b,
+    "qwen2.5-0.5b": qwen3.qwen2_5_0_5b,
+    "qwen2.5-1.5b": qwen3.qwen2_5_1_5b,
+    "qwen2.5-7b": qwen3.qwen2_5_7b,
+    "llama3.1-8b": llama3.llama3_1_8b,
+    "llama3.2-1b": llama3.llama3_2_1b,
+    "llama3.2-3b": llama3.llama3_2_3b,
+    "llama3.3-70b": llama3.llama3_3_70b,
+    "smollm2-135m": llama3.smollm2_135m,
+}
+CONFIG_NAMES = tuple(CONFIGS)
+
+__all__ = [
+    "CONFIGS",
+    "CONFIG_NAMES",
+    "abstract_model",
+    "abstract_params",
+    "config_from_hf",
+    "config_from_name",
+    "config_to_hf",
+    "model_from_params",
+    "param_count",
+    "params_of",
+    "random_model",
+]
+
+
+def config_from_name(name: str) -> DecoderConfig:
+    """One of CONFIG_NAMES -> its configuration, in bfloat16."""
+    if name not in CONFIGS:
+        raise ValueError(f"no configuration is named {name!r}; known names: {', '.join(CONFIG_NAMES)}")
+    return CONFIGS[name]()
+
+
+def config_from_hf(config: Mapping[str, Any], *, dtype=None, ignore: Collection[str] = ()) -> DecoderConfig:
+    """A Hugging Face config.json as a dict -> DecoderConfig.
+
+    dtype: None takes the file's, or bfloat16 where it states none. ignore: keys to drop unread. Raises a ValueError
+    that names the known architectures, or everything in the file that is unsupported, unknown or missing.
+    """
+    kind, stated = config.get("model_type"), list(config.get("architectures") or ())
+    known = {family.architecture: family for family in _FAMILIES.values()}
+    by_architecture = [known[name] for name in stated if name in known]
+    family = _FAMILIES.get(kind)
+    if kind is None and by_architecture:
+        family = by_architecture[0]
+    # A reward model or an embedding model has the right model_type and the wrong head.
+    if family is None or (stated and family not in by_architecture):
+        raise ValueError(
+            f"architecture {stated} with model_type {kind!r} is not supported; supported:"
+            f" {', '.join(f'{f.architecture} (model_type {f.model_type!r})' for f in _FAMILIES.values())}"
+        )
+    return hf_config.read(family, config, dtype, ignore)
+
+
+def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
+    """DecoderConfig -> the dict of a config.json that config_from_hf reads back as an equal configuration."""
+    return hf_config.write(_FAMILIES[config.family], config)
+
+
+def param_count(config: DecoderConfig) -> int:
+    """Number of parameters; a tied head counts once."""
+    return sum(leaf.size for leaf in abstract_params(config).values())
+
+
+def model_from_params(config: DecoderConfig, params: Mapping[Path, jax.Array]) -> Decoder:
+    """Build a decoder around existing arrays, without copying them.
+
+    params: exactly the paths, shapes and dtypes of abstract_params(config); one ValueError names everything that
+    differs.
+    """
+    wanted = abstract_params(config)
+    problems = [f"missing {path_text(path)}" for path in wanted if path not in params]
+    problems += [f"surplus {path_text(path)}" for path in params if path not in wanted]
+    for path, leaf in wanted.items():
+        got = params.get(path)
+        if got is not None and (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
+            problems.append(f"{path_text(path)} is {got.dtype}{got.shape}, wanted {leaf.dtype}{leaf.shape}")
+    if problems:
+        raise ValueError("parameters do not fit the configuration: " + "; ".join(problems))
+    graphdef, state = nnx.split(abstract_model(config))
+    leaves = [(path, leaf.replace(params[tuple(path)])) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
+
+
+def random_model(config: DecoderConfig, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
+    """A decoder with random weights, made leaf by leaf on the devices (sharded over the mesh, if given).
+
+    Matrices are normal with variance 1 / inputs, so activations keep their size; norms are near 1 and biases near 0,
+    and neither exactly. The same seed gives the same weights on any mesh.
+    """
+    if mesh is not None:
+        check_mesh(mesh, config)
+    key = jax.random.key(seed)
+    params = {}
+    for index, (path, leaf) in enumerate(abstract_params(config).items()):
+        sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
+        make = _initializer(path[-1] if leaf.ndim == 1 else "matrix", leaf.shape, leaf.dtype, sharding)
+        params[path] = make(jax.random.fold_in(key, index))
+    return model_from_params(config, params)
+
+
+@functools.cache  # one compilation for all leaves of one shape
+def _initializer(kind: str, shape: tuple[int, ...], dtype, sharding) -> Callable[[jax.Array], jax.Array]:
+    center, spread = {"matrix": (0.0, shape[-1] ** -0.5), "weight": (1.0, 0.1), "bias": (0.0, 0.1)}[kind]
+
+    def make(key):
+        return (center + spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(make, out_shardings=sharding)
