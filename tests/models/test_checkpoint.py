@@ -1,0 +1,315 @@
+"""Loading Hugging Face directories: values, dtypes, shards, meshes, progress, and everything that can be wrong."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
+
+from kitty_jax.models.checkpoint import load_model, plan_checkpoint
+from kitty_jax.models.checkpoint_source import CheckpointError
+from kitty_jax.models.names import hf_name_of
+from kitty_jax.models.registry import params_of
+from kitty_jax.models.safetensors_dir import SafetensorsDirectory
+from kitty_jax.models.sharding import param_sharding
+from tests.models.checkpoint_files import (
+    GOLDEN,
+    NAMES,
+    copy_golden,
+    edit_config,
+    golden_tensors,
+    logits_of,
+    write_gguf,
+)
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def by_hf_name(model):
+    return {hf_name_of(path): value for path, value in params_of(model).items()}
+
+
+def rewrite(directory, change):
+    """Apply change(tensors) to the weights of a directory."""
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS)
+
+
+def shard(directory, count=3):
+    """Split the weights of a directory over `count` files with an index; returns the file names."""
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    weight_map = {name: files[i % count] for i, name in enumerate(sorted(tensors))}
+    for file in files:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, directory / file)
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return files
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_a_directory_are_those_of_hugging_face(name):
+    golden = np.load(GOLDEN / name / "golden.npz")
+    logits = logits_of(load_model(GOLDEN / name), golden["tokens"])
+    np.testing.assert_allclose(logits, golden["logits"], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_are_the_stored_tensors(name):
+    got, stored = by_hf_name(load_model(GOLDEN / name)), golden_tensors(name)
+    for tensor, value in got.items():
+        np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
+    assert set(stored) - set(got) <= {"lm_head.weight"}
+
+
+def test_shards_load_as_one_file_does(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    shard(tmp_path)
+    got, stored = by_hf_name(load_model(tmp_path)), golden_tensors("qwen3")
+    assert len(got) > 10
+    for tensor, value in got.items():
+        np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
+
+
+def test_stored_bfloat16_stays_and_config_json_does_not_overrule_it(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors.update({k: v.astype(jnp.bfloat16) for k, v in tensors.items()}))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    model, stored = load_model(tmp_path), load_file(tmp_path / WEIGHTS)
+    assert model.config.dtype == jnp.bfloat16
+    for tensor, value in by_hf_name(model).items():
+        assert value.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(value), stored[tensor])
+
+
+def test_mixed_dtypes_load_as_the_one_of_most_bytes(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({k: v.astype(jnp.bfloat16) for k, v in t.items() if v.ndim == 2}))
+    assert {value.dtype for value in by_hf_name(load_model(tmp_path)).values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16, np.float16])
+def test_dtype_casts_every_parameter(dtype):
+    model, stored = load_model(GOLDEN / "qwen3", dtype=dtype), golden_tensors("qwen3")
+    assert model.config.dtype == jnp.dtype(dtype)
+    for tensor, value in by_hf_name(model).items():
+        np.testing.assert_array_equal(np.asarray(value), stored[tensor].astype(jnp.dtype(dtype)))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float64", "float99"])
+def test_other_dtypes_are_refused(dtype):
+    with pytest.raises(CheckpointError, match=f"{dtype}.*give one of dtype=float32, bfloat16, float16"):
+        load_model(GOLDEN / "qwen3", dtype=dtype)
+
+
+def test_values_outside_float16_are_an_error_not_infinity(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors["model.norm.weight"].__setitem__(3, 1e6))
+    with pytest.raises(CheckpointError, match=r"'model\.norm\.weight' has values outside float16"):
+        load_model(tmp_path, dtype="float16")
+    load_model(tmp_path, dtype="bfloat16")
+
+
+def test_progress_counts_every_byte_and_names_every_tensor():
+    calls = []
+    model = load_model(GOLDEN / "llama", progress=lambda *call: calls.append(call))
+    names = [name for _, _, name in calls]
+    sizes = [value.nbytes for value in by_hf_name(model).values()]
+    assert sorted(names) == sorted(by_hf_name(model))
+    assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
+    assert calls[-1][:2] == (sum(sizes), sum(sizes))
+
+
+# Meshes
+
+
+def mesh(data, model):
+    return Mesh(np.array(jax.devices()[: data * model]).reshape(data, model), ("data", "model"))
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+@pytest.mark.parametrize("kind", ["directory", "gguf"])
+def test_every_parameter_goes_to_its_sharding(tmp_path, kind):
+    path = GOLDEN / "qwen3"
+    if kind == "gguf":
+        path = tmp_path / "m.gguf"
+        write_gguf(path, "qwen3")
+    grid = mesh(2, 2)
+    split, whole = load_model(path, mesh=grid), load_model(path)
+    for (place, value), plain in zip(params_of(split).items(), params_of(whole).values(), strict=True):
+        assert value.sharding == param_sharding(grid, place, value.shape), place
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(plain))
+    halves = params_of(split)[("embed", "weight")].addressable_shards
+    assert {shard.data.shape for shard in halves} == {(48, 32)}
+
+
+@pytest.mark.skipif(jax.device_count() < 4, reason="needs four devices")
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read(monkeypatch):
+    monkeypatch.setattr(SafetensorsDirectory, "read", lambda *_: pytest.fail("read a tensor"))
+    with pytest.raises(ValueError, match="num_kv_heads"):
+        load_model(GOLDEN / "qwen3", mesh=mesh(1, 4))
+
+
+# Tied heads
+
+
+def test_an_equal_head_of_a_tied_model_is_left_out(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    model = load_model(tmp_path)
+    assert model.config.tied_head
+    assert "lm_head.weight" not in by_hf_name(model)
+
+
+def test_another_head_of_a_tied_model_is_refused(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight is in the file and differs.*tie_word_embeddings to false"
+    ):
+        load_model(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    assert "lm_head.weight" in by_hf_name(load_model(tmp_path))
+
+
+# Refusals
+
+
+def test_a_path_that_does_not_exist_is_not_downloaded(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file or directory.*never downloaded"):
+        load_model(tmp_path / "Qwen" / "Qwen3-8B")
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf file"):
+        load_model(tmp_path / "model.bin")
+
+
+def test_a_directory_without_config(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json in this directory \(it is empty\)"):
+        load_model(tmp_path)
+    shutil.copyfile(GOLDEN / "qwen3" / WEIGHTS, tmp_path / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"no config\.json in this directory \(it has model\.safetensors\)"):
+        load_model(tmp_path)
+
+
+def test_a_directory_without_weights(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    (tmp_path / WEIGHTS).rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*pytorch_model\.bin.*not read"):
+        load_model(tmp_path)
+
+
+def test_missing_surplus_and_misshapen_tensors_are_named_at_once(tmp_path):
+    copy_golden("qwen3", tmp_path)
+
+    def change(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.vision.weight"] = np.zeros(3, np.float32)
+        tensors["model.layers.0.input_layernorm.weight"] = np.zeros(7, np.float32)
+
+    rewrite(tmp_path, change)
+    with pytest.raises(CheckpointError) as error:
+        load_model(tmp_path)
+    text = str(error.value)
+    assert str(tmp_path) in text
+    assert "missing (2): " in text
+    assert "model.norm.weight" in text
+    assert "model.layers.1.mlp.up_proj.weight" in text
+    assert "surplus (1): model.vision.weight" in text
+    assert "wrong shape (1): model.layers.0.input_layernorm.weight is [7], the config wants [32]" in text
+
+
+def test_missing_shards_are_all_named(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    files = shard(tmp_path)
+    (tmp_path / files[0]).unlink()
+    (tmp_path / files[2]).unlink()
+    with pytest.raises(CheckpointError, match=f"2 of 3 shards named by .* are missing: {files[0]}, {files[2]}"):
+        load_model(tmp_path)
+
+
+def test_a_shard_that_disagrees_with_the_index_is_refused(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    files = shard(tmp_path)
+    tensors = load_file(tmp_path / files[1])
+    gone = sorted(tensors)[0]
+    del tensors[gone]
+    save_file(tensors, tmp_path / files[1])
+    with pytest.raises(CheckpointError, match=f"{files[1]}: its tensors are not those.*In the index only: .'{gone}'"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "weight_map, message",
+    [
+        (["a"], "'weight_map' must map"),
+        ({"a": 3}, "'weight_map' must map"),
+        ({"a": "../other.safetensors"}, "must lie beside the index"),
+    ],
+)
+def test_a_bad_index_is_refused(tmp_path, weight_map, message):
+    copy_golden("qwen3", tmp_path)
+    (tmp_path / WEIGHTS).unlink()
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 500, -100])
+def test_truncated_weights_are_refused(tmp_path, size):
+    copy_golden("qwen3", tmp_path)
+    data = (tmp_path / WEIGHTS).read_bytes()
+    (tmp_path / WEIGHTS).write_bytes(data[:size])
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: \d+ bytes that are not a complete safetensors file"
+    ):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (b'{"model_type": "qwen3",', r"config\.json: not valid JSON: .* at line 1, column \d+"),
+        (b"\xff\xfe{}", r"config\.json: not UTF-8"),
+        (b"[1]", r"config\.json: must hold a JSON object, holds a list"),
+    ],
+)
+def test_damaged_json_is_refused(tmp_path, text, message):
+    copy_golden("qwen3", tmp_path)
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]},
+            r"Gemma3ForCausalLM.*not supported; supported:",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "'longrope' is not supported; supported types:",
+        ),
+    ],
+)
+def test_an_unknown_architecture_or_rope_type_is_named_with_the_path(tmp_path, changes, message):
+    copy_golden("qwen3", tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: .*{message}"):
+        load_model(tmp_path)
+
+
+def test_tensors_of_integer_types_are_refused(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    rewrite(tmp_path, lambda t: t.update({"model.norm.weight": np.zeros(32, np.int8)}))
+    with pytest.raises(CheckpointError, match=r"unsupported dtypes: \{'model\.norm\.weight': 'I8'\}"):
+        plan_checkpoint(tmp_path)

@@ -1,0 +1,188 @@
+"""scripts/convert.py: what it writes loads again, here and in transformers, and it destroys nothing unasked."""
+
+import json
+import tracemalloc
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file, save_file
+
+from kitty_jax.models.checkpoint import load_model
+from kitty_jax.models.export import convert_checkpoint, shard_names
+from kitty_jax.models.names import hf_names
+from kitty_jax.models.registry import config_from_hf, params_of
+from kitty_jax.models.tokenizer import import_transformers, load_tokenizer, stop_token_ids
+from scripts import convert
+from tests.models.checkpoint_files import (
+    GOLDEN,
+    byte_level_tokenizer,
+    copy_golden,
+    edit_config,
+    golden_config,
+    logits_of,
+    write_gguf,
+)
+
+TOKENS = np.arange(24)[None] % 96
+
+
+def same_parameters(a, b):
+    left, right = params_of(a), params_of(b)
+    assert set(left) == set(right)
+    return all(np.array_equal(np.asarray(left[path]), np.asarray(right[path])) for path in left)
+
+
+def tiny_gguf(path, golden="qwen3", kind=Kind.Q8_0):
+    write_gguf(path, golden, kind, metadata=byte_level_tokenizer())
+    return path
+
+
+@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3", "qwen3_yarn"])
+def test_a_converted_gguf_file_is_the_same_model(tmp_path, golden, capsys):
+    source = tiny_gguf(tmp_path / "m.gguf", golden, Kind.F16)
+    assert convert.main([str(source), str(tmp_path / "out")]) == 0
+    assert "model.safetensors" in capsys.readouterr().out
+    ours, again = load_model(source), load_model(tmp_path / "out")
+    assert again.config == ours.config
+    assert same_parameters(ours, again)
+    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(ours, TOKENS))
+    tokenizer, other = load_tokenizer(source), load_tokenizer(tmp_path / "out")
+    assert other.encode("the cat <|eos|>") == tokenizer.encode("the cat <|eos|>")
+    assert other.chat_template == tokenizer.chat_template
+    assert stop_token_ids(tmp_path / "out") == stop_token_ids(source)
+
+
+@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3", "qwen3_yarn"])
+def test_transformers_reads_config_tokenizer_and_generation_config(tmp_path, golden):
+    source = tiny_gguf(tmp_path / "m.gguf", golden, Kind.F16)
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    transformers = import_transformers()
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    wanted = golden_config(golden)
+    for key in ("architectures", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(config, key) == wanted[key], key
+    assert config.rope_parameters["rope_theta"] == wanted["rope_parameters"]["rope_theta"]
+    assert str(config.dtype) in ("bfloat16", "torch.bfloat16")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert tokenizer.encode("the cat 12") == load_tokenizer(source).encode("the cat 12")
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert generation.eos_token_id == byte_level_tokenizer()["tokenizer.ggml.eos_token_id"]
+
+
+def test_a_directory_keeps_its_config_and_files(tmp_path):
+    source = copy_golden("qwen2", tmp_path / "in")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 5], "top_k": 20}')
+    edit_config(source, torch_dtype="float32")
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in ("in", "out"))
+    assert after.pop("dtype") == "bfloat16"
+    assert after == {key: value for key, value in before.items() if key not in ("dtype", "torch_dtype")}
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_tensors_written_are_the_rounded_ones(tmp_path, dtype):
+    convert_checkpoint(GOLDEN / "qwen3", tmp_path / "out", dtype=dtype)
+    written, stored = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        load_file(GOLDEN / "qwen3" / "model.safetensors"),
+    )
+    assert len(written) > 10
+    for name, value in written.items():
+        assert value.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(value, stored[name].astype(jnp.dtype(dtype)))
+
+
+def test_weights_above_the_limit_are_split(tmp_path):
+    assert convert.main([str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--max-shard-gb", "2e-5"]) == 0
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(shards) > 2
+    assert {path.name for path in shards} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(v.nbytes for path in shards for v in load_file(path).values())
+    assert all(sum(v.nbytes for v in load_file(path).values()) <= 20_000 for path in shards)
+    assert same_parameters(load_model(tmp_path / "out"), load_model(GOLDEN / "qwen3"))
+
+
+def test_shard_names():
+    sizes = {"a": 4, "b": 4, "c": 9, "d": 1}
+    assert shard_names(sizes, 100) == {"model.safetensors": ["a", "b", "c", "d"]}
+    assert list(shard_names(sizes, 8).values()) == [["a", "b"], ["c"], ["d"]]
+    assert list(shard_names(sizes, 8)) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def test_memory_is_bounded_by_a_few_tensors(tmp_path):
+    """16 layers of 1 MB matrices: converting holds a small part of them at a time."""
+    source = copy_golden("qwen3", tmp_path / "in")
+    edit_config(source, hidden_size=512, head_dim=128, intermediate_size=512, num_hidden_layers=16)
+    targets = hf_names(config_from_hf(json.loads((source / "config.json").read_text())))
+    save_file(
+        {name: np.ones(target.shape, np.float32) for name, target in targets.items()}, source / "model.safetensors"
+    )
+    total = sum(4 * int(np.prod(target.shape)) for target in targets.values())
+    convert_checkpoint(GOLDEN / "qwen3", tmp_path / "warm")  # so that caches and imports are not counted
+    tracemalloc.start()
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert total > 60e6
+    assert peak < 6e6
+
+
+# Refusals
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    assert convert.main([str(GOLDEN / "qwen3"), str(out)]) == 1
+    assert "not empty" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
+
+
+def test_force_replaces_weights_and_nothing_else(tmp_path):
+    out = tmp_path / "out"
+    convert_checkpoint(GOLDEN / "qwen3_yarn", out)
+    (out / "notes.txt").write_text("mine")
+    assert convert.main([str(GOLDEN / "qwen3"), str(out), "--max-shard-gb", "2e-5", "--force"]) == 0
+    assert (out / "notes.txt").read_text() == "mine"
+    assert not (out / "model.safetensors").exists()
+    assert same_parameters(load_model(out), load_model(GOLDEN / "qwen3"))
+
+
+def test_source_and_destination_must_differ(tmp_path):
+    source = copy_golden("qwen3", tmp_path / "in")
+    before = (source / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="same directory"):
+        convert_checkpoint(source, tmp_path / "in" / ".." / "in", force=True)
+    assert (source / "model.safetensors").read_bytes() == before
+
+
+def test_a_tokenizer_that_cannot_be_rebuilt_stops_before_writing(tmp_path, capsys):
+    metadata = {**byte_level_tokenizer(), "tokenizer.ggml.pre": "tekken"}
+    write_gguf(tmp_path / "m.gguf", "qwen3", metadata=metadata)
+    assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 1
+    assert "'tekken' is not supported" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_a_source_that_does_not_exist(tmp_path, capsys):
+    assert convert.main([str(tmp_path / "no"), str(tmp_path / "out")]) == 1
+    assert "never downloaded" in capsys.readouterr().err
+
+
+def test_an_interrupted_conversion_is_not_a_checkpoint(tmp_path):
+    def stop(done, total, name):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(GOLDEN / "qwen3", tmp_path / "out", progress=stop)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_model(tmp_path / "out")
