@@ -1,5 +1,6 @@
-"""Writing a checkpoint as a Hugging Face directory, one tensor at a time."""
+"""Writing a checkpoint as a Hugging Face directory, one weight file at a time."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -24,7 +25,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-DEFAULT_SHARD_BYTES = 5_000_000_000
+DEFAULT_SHARD_BYTES = 2_000_000_000
 
 
 def convert_checkpoint(
@@ -44,8 +45,9 @@ def convert_checkpoint(
     then refuses before anything is written, and a directory's files are copied where present. force: write into a
     directory that is not empty, replacing its weights.
 
-    Tensors go through memory one by one. config.json comes last, so a conversion that was cut short does not look
-    like a checkpoint.
+    A weight file is in memory whole until it is written: `max_shard_bytes`, or the largest tensor if that is larger,
+    and the tensor being read. config.json comes last, so a conversion that was cut short does not look like a
+    checkpoint.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
     plan = plan_checkpoint(source, dtype=dtype)
@@ -102,11 +104,11 @@ def _write_weights(
     dtype = np.dtype(plan.config.dtype)
     nbytes = {name: int(np.prod(target.shape)) * dtype.itemsize for name, target in plan.targets.items()}
     shards = shard_names(nbytes, max_shard_bytes)
-    values = (array for _, array in plan.tensors(progress))
+    tensors = plan.tensors(progress)
     for file, names in shards.items():
-        shapes = {name: plan.targets[name].shape for name in names}
-        write_safetensors(destination / file, shapes, dtype, (next(values) for _ in names))
-    next(values, None)  # lets the last tensor report its progress
+        # No name for the dict: it is gone before the next one fills.
+        write_safetensors(destination / file, dict(itertools.islice(tensors, len(names))))
+    next(tensors, None)  # lets the last tensor report its progress
     if len(shards) == 1:
         return list(shards)
     weight_map = {name: file for file, names in shards.items() for name in names}

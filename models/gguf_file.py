@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kitty_jax.models.gguf_format import GgufContainer, GgufError
+from kitty_jax.models.gguf_format import GgufError, open_gguf
 from kitty_jax.models.gguf_rope import ROPE_FACTORS, rope_scaling_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -60,7 +60,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._container = GgufContainer(path)
+        self._container = open_gguf(path)
         self.metadata: Mapping[str, Any] = self._container.metadata
         self.architecture = _architecture(self.path, self.metadata)
         if int(self.metadata.get("split.count", 1)) > 1:
@@ -68,9 +68,9 @@ class GgufCheckpoint:
                 f"{path}: one part of a model split over {self.metadata['split.count']} files; merge the parts first "
                 "(llama-gguf-split --merge)."
             )
-        self._own_names = {_hf_name(name): name for name in self._container.tensors if name != ROPE_FACTORS}
-        self.shapes = {hf: self._container.tensors[own].shape for hf, own in self._own_names.items()}
-        self.nbytes = {hf: self._container.tensors[own].nbytes for hf, own in self._own_names.items()}
+        self._own_names = {_hf_name(name): name for name in self._container.shapes if name != ROPE_FACTORS}
+        self.shapes = {hf: self._container.shapes[own] for hf, own in self._own_names.items()}
+        self.nbytes = {hf: self._container.nbytes[own] for hf, own in self._own_names.items()}
         self.config = self._config()
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
@@ -107,9 +107,8 @@ class GgufCheckpoint:
         config: dict[str, Any] = {
             "architectures": [ARCHITECTURES[self.architecture]],
             "model_type": self.architecture,
-            "vocab_size": self.shapes["model.embed_tokens.weight"][
-                0
-            ],  # with padding rows, which the token list may lack
+            # With padding rows, which the token list may lack.
+            "vocab_size": self.shapes["model.embed_tokens.weight"][0],
             "hidden_size": width,
             "intermediate_size": int(self._get("feed_forward_length")),
             "num_hidden_layers": int(self._get("block_count")),

@@ -1,18 +1,12 @@
-"""The GGUF container: metadata and tensor directory of one file, read from a memory map.
+"""GGUF files through `gguf.GGUFReader`: metadata, tensors and their values, with errors that say what to change.
 
-Layout (all little-endian), after the GGUF specification of the ggml project, versions 2 and 3: magic "GGUF", uint32
-version, uint64 number of tensors, uint64 number of key-value pairs, the pairs, the tensor infos (name, dimensions
-from the fastest to the slowest, type, offset), padding to `general.alignment`, tensor data. Strings are a uint64
-length and UTF-8 bytes.
-
-This reader knows nothing about models. `gguf.GGUFReader` is not used because it builds several small arrays for every
-string: tens of seconds for a vocabulary of 150,000 tokens and its merges. The block formats themselves are left to
-`gguf.quants`.
+This module knows nothing about models. The container is read by `gguf.GGUFReader`, the block formats by `gguf.quants`.
 """
 
-import dataclasses
+import functools
 import math
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +17,11 @@ from kitty_jax.models.checkpoint_source import CheckpointError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_MAX_DIMENSIONS = 4
-_STRING, _ARRAY = 8, 9
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_FIXED_HEADER = 24  # magic, version, number of tensors, number of metadata pairs
+# What GGUFReader and the numpy calls in it raise on bytes that make no sense or are not there.
+_READER_ERRORS = (ValueError, IndexError, KeyError, OverflowError)
+# No header is longer (a vocabulary of 256,000 tokens takes about 10 MB), and no file is.
+_LONGEST_HEADER, _LONGEST_FILE = 1 << 26, 1 << 40
 # Rows are dequantized in blocks of about this many values, so that float32 scratch stays small next to the tensor.
 _BLOCK_VALUES = 1 << 22
 
@@ -35,102 +30,64 @@ class GgufError(CheckpointError):
     """A file is not GGUF, is incomplete, or uses a part of the format that is not supported."""
 
 
-@dataclasses.dataclass(frozen=True)
-class GgufTensor:
-    """Where a tensor lies and how it is stored. `shape` is in numpy order, rows before columns; `nbytes` as stored."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: gguf.GGMLQuantizationType
-    offset: int
-    nbytes: int
-
-
 class GgufContainer:
-    """An open GGUF file: `metadata` (key -> value), `tensors` (name -> GgufTensor), `read` for the values of one."""
+    """An open, memory-mapped GGUF file.
+
+    `metadata`: key -> number, string, bool, or list of them. `shapes`: tensor name -> shape in numpy order, rows before
+    columns. `nbytes`: tensor name -> stored bytes. `read(name)`: the values of one tensor.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        size = self.path.stat().st_size
-        if size < 24:
-            raise GgufError(
-                f"{self.path}: {size} bytes are too few for a GGUF file; the download is probably incomplete."
-            )
-        self._bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
-        cursor = _Cursor(self.path, memoryview(self._bytes))
-        self.version = _check_magic_and_version(cursor)
-        tensor_count, pair_count = cursor.scalar("Q"), cursor.scalar("Q")
-        self.metadata: dict[str, Any] = {}
-        for _ in range(pair_count):
-            key = cursor.string()
-            if key in self.metadata:
-                raise GgufError(f"{self.path}: metadata key {key!r} appears twice.")
-            self.metadata[key] = cursor.value(cursor.scalar("I"))
-        self.tensors = self._tensor_directory(cursor, tensor_count)
-        self._check_complete()
-
-    def _tensor_directory(self, cursor: "_Cursor", count: int) -> dict[str, GgufTensor]:
-        infos = []
-        for _ in range(count):
-            name, dimensions = cursor.string(), cursor.scalar("I")
-            if dimensions > _MAX_DIMENSIONS:
-                raise GgufError(
-                    f"{self.path}: tensor {name!r} claims {dimensions} dimensions; at most {_MAX_DIMENSIONS} are "
-                    "allowed."
-                )
-            shape = tuple(reversed([cursor.scalar("Q") for _ in range(dimensions)]))
-            infos.append((name, shape, cursor.scalar("I"), cursor.scalar("Q")))
-        alignment = int(self.metadata.get("general.alignment", _DEFAULT_ALIGNMENT))
-        if alignment <= 0 or alignment & (alignment - 1):
-            raise GgufError(f"{self.path}: general.alignment is {alignment}; it must be a power of two.")
-        start = -(-cursor.position // alignment) * alignment
-        tensors: dict[str, GgufTensor] = {}
-        for name, shape, kind_id, offset in infos:
-            if name in tensors:
-                raise GgufError(f"{self.path}: tensor {name!r} appears twice.")
-            kind = _kind(self.path, name, kind_id)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            columns = shape[-1] if shape else 1
-            if columns % block:
-                raise GgufError(
-                    f"{self.path}: tensor {name!r} has rows of {columns} values, not a multiple of the {kind.name} "
-                    f"block, {block}."
-                )
-            nbytes = math.prod(shape) // block * block_bytes
-            tensors[name] = GgufTensor(name, shape, kind, start + offset, nbytes)
-        return tensors
-
-    def _check_complete(self) -> None:
-        cut = [t for t in self.tensors.values() if t.offset + t.nbytes > self._bytes.size]
-        if cut:
-            needed = max(t.offset + t.nbytes for t in cut)
-            raise GgufError(
-                f"{self.path}: truncated: the tensor directory needs {needed} bytes, the file has {self._bytes.size}; "
-                f"{len(cut)} of {len(self.tensors)} tensors are cut, the first is {cut[0].name!r}. Fetch the file "
-                "again."
-            )
+        _check_header(self.path)
+        try:
+            reader = gguf.GGUFReader(self.path)
+            # All of it at once, so that the reader, which holds two or more array objects for every token, can go.
+            self.metadata: dict[str, Any] = {
+                key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+            }
+        except _READER_ERRORS as error:
+            raise _unreadable(self.path, error) from error
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.shapes = {name: tuple(reversed(tensor.shape.tolist())) for name, tensor in self._tensors.items()}
+        self.nbytes = {name: tensor.n_bytes for name, tensor in self._tensors.items()}
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        """Values of one tensor, dequantized, in a new array of its `shape` and of `dtype` (default float32).
+        """Values of one tensor, dequantized, in a new array of its shape and of `dtype` (default float32).
 
         Dequantization is in float32 (`gguf.quants.dequantize`), then one rounding to `dtype`; at most one block of
         rows is held in float32.
         """
-        tensor = self.tensors[name]
-        if not is_readable(tensor.kind):
+        tensor, shape = self._tensors[name], self.shapes[name]
+        if not is_readable(tensor.tensor_type):
             raise GgufError(
-                f"{self.path}: tensor {name!r} is stored as {tensor.kind.name}, which cannot be turned into floats "
-                f"here; readable types: {', '.join(readable_kinds())}."
+                f"{self.path}: tensor {name!r} is stored as {tensor.tensor_type.name}, which cannot be turned into "
+                f"floats here; readable types: {', '.join(readable_kinds())}."
             )
-        columns = tensor.shape[-1] if tensor.shape else 1
-        rows = math.prod(tensor.shape[:-1])
-        raw = self._bytes[tensor.offset : tensor.offset + tensor.nbytes].reshape(rows, -1)
+        columns = shape[-1] if shape else 1
+        rows = math.prod(shape[:-1])
+        raw = np.asarray(tensor.data).reshape(rows, -1)
         out = np.empty((rows, columns), np.dtype(dtype or np.float32))
         step = max(1, _BLOCK_VALUES // max(1, columns))
         for row in range(0, rows, step):
-            block = np.ascontiguousarray(raw[row : row + step])
-            out[row : row + step] = gguf.quants.dequantize(block, tensor.kind)
-        return out.reshape(tensor.shape)
+            out[row : row + step] = gguf.quants.dequantize(raw[row : row + step], tensor.tensor_type)
+        return out.reshape(shape)
+
+
+def open_gguf(path: str | Path) -> GgufContainer:
+    """The container of a file; the last one is kept, and taken again while the file's time and size are the same.
+
+    GGUFReader takes seconds (nearly all of it for the vocabulary and the merges, token by token), and one run wants
+    the model, the tokenizer and the stop tokens of the same file.
+    """
+    path = Path(path)
+    state = path.stat()
+    return _open_gguf(path.absolute(), state.st_mtime_ns, state.st_size, state.st_ino)
+
+
+@functools.lru_cache(maxsize=1)
+def _open_gguf(path: Path, *_state: int) -> GgufContainer:
+    return GgufContainer(path)
 
 
 def readable_kinds() -> tuple[str, ...]:
@@ -150,66 +107,44 @@ def is_readable(kind: gguf.GGMLQuantizationType) -> bool:
     return True
 
 
-def _check_magic_and_version(cursor: "_Cursor") -> int:
-    magic = bytes(cursor.take(4))
+def _check_header(path: Path) -> None:
+    """What GGUFReader accepts (big-endian files) or refuses without saying what it found."""
+    with open(path, "rb") as file:
+        head = file.read(_FIXED_HEADER)
+    if len(head) < _FIXED_HEADER:
+        raise GgufError(f"{path}: {len(head)} bytes are too few for a GGUF file; the download is probably incomplete.")
+    magic, version = struct.unpack_from("<4sI", head)
     if magic != _MAGIC:
-        raise GgufError(f"{cursor.path}: not a GGUF file: it starts with {magic!r}, not {_MAGIC!r}.")
-    version = cursor.scalar("I")
+        raise GgufError(f"{path}: not a GGUF file: it starts with {magic!r}, not {_MAGIC!r}.")
     if version & 0xFFFF == 0:
-        raise GgufError(f"{cursor.path}: a big-endian GGUF file; convert it to little-endian first.")
+        raise GgufError(f"{path}: a big-endian GGUF file; convert it to little-endian first.")
     if version not in _VERSIONS:
-        raise GgufError(f"{cursor.path}: GGUF version {version}; versions {_VERSIONS} are supported.")
-    return version
+        raise GgufError(f"{path}: GGUF version {version}; versions {_VERSIONS} are supported.")
 
 
-def _kind(path: Path, name: str, kind_id: int) -> gguf.GGMLQuantizationType:
+def _unreadable(path: Path, error: Exception) -> GgufError:
+    size, needed = path.stat().st_size, _needed_bytes(path)
+    if needed is not None and needed > size:
+        return GgufError(
+            f"{path}: truncated: its tensors need {needed} bytes, the file has {size}. Fetch the file again."
+        )
+    return GgufError(
+        f"{path}: {size} bytes that the gguf package cannot read ({type(error).__name__}: {error}): truncated, "
+        "damaged, or newer than the package. Fetch the file again, or try a newer gguf package."
+    )
+
+
+def _needed_bytes(path: Path) -> int | None:
+    """Where the last tensor ends by the header of a file that may lack it; None if the header itself cannot be read.
+
+    GGUFReader maps every tensor at once and raises at the first one that is not there, without its extent. So it gets
+    the header again, in a file whose missing rest is a hole that takes no space.
+    """
     try:
-        return gguf.GGMLQuantizationType(kind_id)
-    except ValueError:
-        raise GgufError(
-            f"{path}: tensor {name!r} has type number {kind_id}, unknown to the installed gguf package; a newer one "
-            "may know it."
-        ) from None
-
-
-class _Cursor:
-    """A position in the header that refuses to read past the end of the file."""
-
-    def __init__(self, path: Path, data: memoryview):
-        self.path, self.position, self._data = path, 0, data
-
-    def take(self, count: int) -> memoryview:
-        end = self.position + count
-        if end > len(self._data):
-            raise GgufError(
-                f"{self.path}: truncated: the header goes on to byte {end}, the file has {len(self._data)}. Fetch the "
-                "file again."
-            )
-        part = self._data[self.position : end]
-        self.position = end
-        return part
-
-    def scalar(self, code: str) -> Any:
-        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
-
-    def string(self) -> str:
-        raw = bytes(self.take(self.scalar("Q")))
-        try:
-            return raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise GgufError(
-                f"{self.path}: a string that ends at byte {self.position} is not UTF-8 ({error.reason})."
-            ) from None
-
-    def value(self, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self.scalar(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind == _ARRAY:
-            item, count = self.scalar("I"), self.scalar("Q")
-            if item in _SCALARS:
-                code = _SCALARS[item]
-                return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))
-            return [self.value(item) for _ in range(count)]
-        raise GgufError(f"{self.path}: metadata value of unknown type number {kind} at byte {self.position}.")
+        with open(path, "rb") as file, tempfile.NamedTemporaryFile() as whole:
+            whole.write(file.read(_LONGEST_HEADER))
+            whole.truncate(_LONGEST_FILE)
+            tensors = gguf.GGUFReader(whole.name).tensors
+            return max((tensor.data_offset + tensor.n_bytes for tensor in tensors), default=None)
+    except (*_READER_ERRORS, OSError):  # OSError: no room for such a file or its mapping
+        return None

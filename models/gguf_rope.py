@@ -18,7 +18,7 @@ def rope_scaling_of(container: GgufContainer, architecture: str, head_dim: int, 
     keys = {k.removeprefix(prefix): v for k, v in container.metadata.items() if k.startswith(prefix)}
     kind = keys.get("scaling.type") or ("linear" if "scale_linear" in keys or "scaling.factor" in keys else "none")
     factor = float(keys.get("scaling.factor", keys.get("scale_linear", 1.0)))
-    if ROPE_FACTORS in container.tensors:
+    if ROPE_FACTORS in container.shapes:
         if kind != "none":
             raise GgufError(
                 f"{container.path}: both {ROPE_FACTORS} and rotary scaling of type {kind!r} are given; only one is "

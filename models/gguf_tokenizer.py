@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from kitty_jax.models.gguf_format import GgufContainer, GgufError
+from kitty_jax.models.gguf_format import GgufContainer, GgufError, open_gguf
 from kitty_jax.models.tokenizer import import_transformers
 
 _MODEL = "gpt2"  # GGUF's name for byte-level BPE
@@ -55,7 +55,7 @@ _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": 
 
 def tokenizer_of_gguf(path: str | Path) -> Any:
     """The PreTrainedTokenizerFast of a .gguf file: vocabulary, merges, special tokens, bos and eos, chat template."""
-    container = GgufContainer(path)
+    container = open_gguf(path)
     metadata = container.metadata
     pre = _check_kind(container)
     tokens = metadata.get("tokenizer.ggml.tokens")

@@ -6,14 +6,14 @@ Nothing is fetched: files are read where they are.
 import collections
 import json
 import math
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import safetensors
+from safetensors.numpy import save_file
 
 from kitty_jax.models.checkpoint_source import CheckpointError
 
@@ -122,29 +122,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: np.dtype, values: Iterable[np.ndarray]
-) -> None:
-    """Write one file in one pass: `values` yields the arrays of `tensors` (name -> shape) in order, each dropped after.
-
-    The format is a uint64 header length, a JSON header padded to 8 bytes, and the data; the header needs shapes
-    alone, so nothing is buffered.
-    """
-    code = {v: k for k, v in DTYPES.items()}[np.dtype(dtype)]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
-    end = 0
-    for name, shape in tensors.items():
-        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for (name, shape), array in zip(tensors.items(), values, strict=True):
-            if array.shape != shape or array.dtype != dtype:
-                raise ValueError(f"{name}: got {array.dtype}{array.shape}, announced {np.dtype(dtype)}{shape}")
-            file.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write one file, to be read by transformers too; names the file if that fails (a full disk, say)."""
+    # save_file takes the memory behind an array as it lies, whatever its strides.
+    dense = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    try:
+        save_file(dense, path, metadata={"format": "pt"})  # transformers refuses a file without the format
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}.") from None
 
 
 def _open(path: Path) -> Any:

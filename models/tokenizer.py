@@ -58,9 +58,9 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """
     path = Path(path).expanduser()
     if path.is_file():
-        from kitty_jax.models.gguf_format import GgufContainer
+        from kitty_jax.models.gguf_format import open_gguf
 
-        metadata = GgufContainer(path).metadata
+        metadata = open_gguf(path).metadata
         ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
         return tuple(sorted({int(i) for i in ids if i is not None}))
     for name in (_GENERATION_CONFIG, _CONFIG):

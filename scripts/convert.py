@@ -1,8 +1,8 @@
 """Write a .gguf file or a Hugging Face directory as a Hugging Face directory, in another dtype if asked to.
 
-    python scripts/convert.py SRC DST [--dtype float32|bfloat16|float16] [--max-shard-gb 5] [--no-tokenizer] [--force]
+    python scripts/convert.py SRC DST [--dtype float32|bfloat16|float16] [--max-shard-gb 2] [--no-tokenizer] [--force]
 
-Tensors go through memory one by one. What it writes is read by `kitty_jax.models.checkpoint.load_model` and by
+One weight file is in memory at a time. What it writes is read by `kitty_jax.models.checkpoint.load_model` and by
 transformers.
 """
 
@@ -12,6 +12,8 @@ import argparse
 import os
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 if __name__ == "__main__":  # not where a test imports it
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
@@ -28,7 +30,10 @@ def main(argv: list[str] | None = None) -> int:
         "--dtype", choices=DTYPES, help="dtype of every tensor (default: as stored; float32 from .gguf)"
     )
     parser.add_argument(
-        "--max-shard-gb", type=float, default=DEFAULT_SHARD_BYTES / 1e9, help="largest weight file, in 10^9 bytes"
+        "--max-shard-gb",
+        type=float,
+        default=DEFAULT_SHARD_BYTES / 1e9,
+        help="largest weight file, and so the memory needed, in 10^9 bytes (default: %(default)g)",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     parser.add_argument(

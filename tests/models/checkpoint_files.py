@@ -1,13 +1,16 @@
 """Small checkpoints for the tests of loading: the golden models as .gguf files and as directories."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file
 
@@ -147,10 +150,15 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
     """Logits [B, T, V] of plain causal attention over tokens [B, T]."""
-    tokens = jnp.asarray(tokens, jnp.int32)
+    return np.asarray(_logits(*nnx.split(model), jnp.asarray(tokens, jnp.int32)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef: Any, state: Any, tokens: Any) -> jax.Array:
+    model = nnx.merge(graphdef, state)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     hidden, _ = model(tokens, positions, (None,) * model.config.num_layers, causal_attend)
-    return np.asarray(model.logits(hidden))
+    return model.logits(hidden)
 
 
 def byte_level_tokenizer() -> dict[str, Any]:

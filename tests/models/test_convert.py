@@ -1,18 +1,25 @@
 """scripts/convert.py: what it writes loads again, here and in transformers, and it destroys nothing unasked."""
 
 import json
+import os
+import subprocess
+import sys
+import sysconfig
 import tracemalloc
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from kitty_jax.models.checkpoint import load_model
+from kitty_jax.models.checkpoint_source import CheckpointError
 from kitty_jax.models.export import convert_checkpoint, shard_names
 from kitty_jax.models.names import hf_names
 from kitty_jax.models.registry import config_from_hf, params_of
+from kitty_jax.models.safetensors_dir import write_safetensors
 from kitty_jax.models.tokenizer import import_transformers, load_tokenizer, stop_token_ids
 from scripts import convert
 from tests.models.checkpoint_files import (
@@ -115,22 +122,48 @@ def test_shard_names():
     assert list(shard_names(sizes, 8)) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
 
 
-def test_memory_is_bounded_by_a_few_tensors(tmp_path):
-    """16 layers of 1 MB matrices: converting holds a small part of them at a time."""
+def test_memory_is_bounded_by_a_shard_and_a_tensor(tmp_path):
+    """Arrays of numpy alone are counted: 64 MB in float32, matrices of at most 2 MB, written in shards of 8 MB."""
     source = copy_golden("qwen3", tmp_path / "in")
     edit_config(source, hidden_size=512, head_dim=128, intermediate_size=512, num_hidden_layers=16)
     targets = hf_names(config_from_hf(json.loads((source / "config.json").read_text())))
     save_file(
         {name: np.ones(target.shape, np.float32) for name, target in targets.items()}, source / "model.safetensors"
     )
-    total = sum(4 * int(np.prod(target.shape)) for target in targets.values())
+    sizes = [4 * int(np.prod(target.shape)) for target in targets.values()]
     convert_checkpoint(GOLDEN / "qwen3", tmp_path / "warm")  # so that caches and imports are not counted
     tracemalloc.start()
-    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16", max_shard_bytes=8_000_000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert total > 60e6
-    assert peak < 6e6
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+    assert sum(sizes) / 2 > 3 * 8e6  # what a conversion that holds everything would need
+    assert peak < 8e6 + max(sizes) + 1e6
+
+
+def test_arrays_are_written_by_value_whatever_their_strides(tmp_path):
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    write_safetensors(tmp_path / "x.safetensors", {"a": values.T, "b": values[:, ::2].astype(jnp.bfloat16)})
+    written = load_file(tmp_path / "x.safetensors")
+    np.testing.assert_array_equal(written["a"], values.T)
+    np.testing.assert_array_equal(written["b"], values[:, ::2].astype(jnp.bfloat16))
+    assert written["b"].dtype == jnp.bfloat16
+    with safe_open(tmp_path / "x.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_weights_that_cannot_be_written_are_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: cannot be written: "):
+        write_safetensors(tmp_path / "no" / "x.safetensors", {"a": np.zeros(3, np.float32)})
+
+
+def test_the_script_runs_from_a_checkout_that_is_not_installed(tmp_path):
+    # -S leaves out what an editable installation adds to the path; dependencies come through PYTHONPATH.
+    command = [sys.executable, "-S", convert.__file__, str(GOLDEN / "qwen3"), "out", "--no-tokenizer"]
+    environment = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "config.json").is_file()
 
 
 # Refusals

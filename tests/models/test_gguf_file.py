@@ -15,7 +15,17 @@ from kitty_jax.models.gguf_rope import llama3_factors
 from kitty_jax.models.names import hf_name_of
 from kitty_jax.models.registry import config_from_hf, params_of
 from kitty_jax.models.rope import RopeConfig, inverse_frequencies
-from tests.models.checkpoint_files import GOLDEN, golden_config, interleave, logits_of, write_gguf
+from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
+from tests.models.checkpoint_files import (
+    GOLDEN,
+    byte_level_tokenizer,
+    gguf_name,
+    golden_config,
+    golden_tensors,
+    interleave,
+    logits_of,
+    write_gguf,
+)
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -93,15 +103,33 @@ def test_every_readable_type_is_read_in_blocks_of_rows(tmp_path, monkeypatch, ki
     np.testing.assert_array_equal(got, gguf.quants.dequantize(raw, kind))
 
 
-def test_metadata_reads_as_the_gguf_package_reads_it(tmp_path):
+def test_metadata_and_shapes_are_those_written_as_python_values(tmp_path):
     extra = {"a.list": [1, 2, 3], "a.names": ["x", "ü", ""], "a.flag": True, "a.float": 0.5}
-    write_gguf(tmp_path / "m.gguf", "qwen3", metadata=extra)
-    ours, theirs = GgufContainer(tmp_path / "m.gguf"), gguf.GGUFReader(tmp_path / "m.gguf")
-    fields = {key: field.contents() for key, field in theirs.fields.items() if not key.startswith("GGUF.")}
-    assert ours.metadata == fields
-    assert {t.name: (tuple(int(n) for n in t.shape[::-1]), int(t.data_offset)) for t in theirs.tensors} == {
-        t.name: (t.shape, t.offset) for t in ours.tensors.values()
-    }
+    write_gguf(tmp_path / "m.gguf", "qwen3", Kind.Q8_0, metadata=extra)
+    container = GgufContainer(tmp_path / "m.gguf")
+    assert {key: container.metadata[key] for key in extra} == extra
+    assert container.metadata["a.flag"] is True
+    assert not any(key.startswith("GGUF.") for key in container.metadata)
+    tensors = golden_tensors("qwen3")
+    assert container.shapes == {gguf_name(name): values.shape for name, values in tensors.items()}
+    # Q8_0 stores 32 values in 34 bytes; vectors stay float32.
+    sizes = {gguf_name(n): v.size // 32 * 34 if v.ndim == 2 else 4 * v.size for n, v in tensors.items()}
+    assert container.nbytes == sizes
+
+
+def test_a_file_is_parsed_once_for_model_tokenizer_and_stop_tokens(tmp_path, monkeypatch):
+    parsed = []
+    reader = gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or reader(path))
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "qwen3", metadata=byte_level_tokenizer())
+    load_model(path)
+    load_tokenizer(path)
+    assert stop_token_ids(path) == (byte_level_tokenizer()["tokenizer.ggml.eos_token_id"],)
+    assert parsed == [path]
+    write_gguf(path, "qwen3", metadata={**byte_level_tokenizer(), "tokenizer.ggml.eos_token_id": 5})
+    assert stop_token_ids(path) == (5,)  # another file under the same name is read again
+    assert parsed == [path, path]
 
 
 def test_the_head_is_tied_exactly_where_the_file_has_no_output_tensor(tmp_path):
@@ -219,13 +247,28 @@ def test_missing_surplus_and_misshapen_tensors_are_named_at_once(tmp_path):
 def test_a_file_cut_at_any_place_is_truncated(tmp_path):
     write_gguf(tmp_path / "m.gguf", "qwen3")
     data = (tmp_path / "m.gguf").read_bytes()
-    start = min(t.offset for t in GgufContainer(tmp_path / "m.gguf").tensors.values())
-    for size in (0, 10, 30, 200, start - 100, start + 10, len(data) - 200):
-        (tmp_path / "cut.gguf").write_bytes(data[:size])
-        with pytest.raises(GgufError, match=r"truncated|too few"):
-            load_model(tmp_path / "cut.gguf")
-    (tmp_path / "cut.gguf").write_bytes(data)
-    load_model(tmp_path / "cut.gguf")
+    tensors = gguf.GGUFReader(tmp_path / "m.gguf").tensors
+    start, end = tensors[0].data_offset, tensors[-1].data_offset + tensors[-1].n_bytes
+    cut = tmp_path / "cut.gguf"
+    for size in (0, 10, 23, 24, 30, 200, *range(start - 90, start - 32, 7)):  # in the header
+        cut.write_bytes(data[:size])
+        with pytest.raises(GgufError, match=f"cut\\.gguf: {size} bytes .*(too few|truncated)|cut.gguf: truncated"):
+            load_model(cut)
+    for size in (start, start + 10, len(data) // 2, end - 1):  # in the tensors
+        cut.write_bytes(data[:size])
+        with pytest.raises(GgufError, match=f"cut.gguf: truncated: .* need {end} bytes, the file has {size}"):
+            load_model(cut)
+    cut.write_bytes(data[:end])
+    load_model(cut)
+
+
+def test_where_no_large_file_can_be_made_the_error_lacks_the_expected_size_only(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "m.gguf", "qwen3")
+    data = (tmp_path / "m.gguf").read_bytes()[:-200]
+    (tmp_path / "m.gguf").write_bytes(data)
+    monkeypatch.setattr(gguf_format.tempfile, "NamedTemporaryFile", lambda: open(tmp_path / "no" / "folder", "wb"))
+    with pytest.raises(GgufError, match=f"m.gguf: {len(data)} bytes that the gguf package cannot read.*truncated"):
+        load_model(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(
@@ -235,6 +278,7 @@ def test_a_file_cut_at_any_place_is_truncated(tmp_path):
         (4, b"\x01\0\0\0", "GGUF version 1"),
         (4, b"\0\0\0\x03", "big-endian"),
         (8, b"\xff" * 8, "truncated"),
+        (24, b"\xff" * 7, "cannot read .*truncated, damaged"),
     ],
 )
 def test_damaged_headers_are_refused(tmp_path, offset, replacement, message):
@@ -243,6 +287,17 @@ def test_damaged_headers_are_refused(tmp_path, offset, replacement, message):
     data[offset : offset + len(replacement)] = replacement
     (tmp_path / "m.gguf").write_bytes(data)
     with pytest.raises(GgufError, match=message):
+        load_model(tmp_path / "m.gguf")
+
+
+def test_a_type_that_the_gguf_package_does_not_know_is_named(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "qwen3")
+    data = (tmp_path / "m.gguf").read_bytes()
+    name = b"output_norm.weight"
+    place = data.index(name) + len(name) + 4 + 8  # after one dimension comes the type
+    assert data[place : place + 4] == bytes([Kind.F32, 0, 0, 0])
+    (tmp_path / "m.gguf").write_bytes(data[:place] + bytes([99]) + data[place + 1 :])
+    with pytest.raises(GgufError, match=r"\b99\)? is not a valid GGMLQuantizationType.*newer gguf package"):
         load_model(tmp_path / "m.gguf")
 
 

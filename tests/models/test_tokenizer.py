@@ -157,9 +157,9 @@ def test_transformers_is_imported_late_and_silently(tmp_path):
     gguf_with(tmp_path / "m.gguf")
     code = (
         "import sys\n"
-        "from kitty_jax.models.checkpoint import load_model\n"
+        "from kitty_jax.models.checkpoint import plan_checkpoint\n"
         "from kitty_jax.models.tokenizer import load_tokenizer\n"
-        f"load_model({str(tmp_path / 'm.gguf')!r})\n"
+        f"plan_checkpoint({str(tmp_path / 'm.gguf')!r})\n"
         "assert 'transformers' not in sys.modules\n"
         f"print(load_tokenizer({str(tmp_path / 'm.gguf')!r}).encode('the'))\n"
     )
