@@ -15,7 +15,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
 demo: $(VENV)/.installed
 	$(RUN) scripts/fetch_demo.py --what smollm2
-	$(RUN) scripts/generate.py --model "$(MODEL)" --prompt "$$PROMPT" --cache "$$CACHE"
+	$(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE"
 
 test: lint
 	$(RUN) -m pytest

@@ -1,0 +1,35 @@
+"""kitty-jax: a 2-bit KV cache for JAX (Kitty, arXiv 2511.18643)."""
+
+from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
+from kitty_jax.memory import CacheBytes, cache_bytes
+from kitty_jax.sampling import Greedy, Sampler, Sampling
+from kitty_jax.state import KVShape, KVState, init_state, nbytes
+from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
+
+__all__ = [
+    "CACHE_NAMES",
+    "CacheBytes",
+    "CacheConfig",
+    "FunctionalModel",
+    "GenerateResult",
+    "Generation",
+    "Greedy",
+    "KVShape",
+    "KVState",
+    "PoolExhaustedError",
+    "Sampler",
+    "Sampling",
+    "cache_bytes",
+    "cache_from_name",
+    "decode_step",
+    "functional",
+    "generate",
+    "init_state",
+    "nbytes",
+    "prefill",
+    "prepare",
+    "stream",
+]
+
+__version__ = "0.1.0.dev0"

@@ -1,0 +1,254 @@
+"""``generate`` and ``stream``: token ids in, token ids out, from a jitted loop over a 2-bit cache.
+
+    result = generate(model, [[504, 3575], [42]], cache="kitty_pro", max_new_tokens=64, eos=tokenizer.eos_token_id)
+    result.tokens[0, : result.lengths[0]]
+
+A batch gives each sequence what it would get alone: prompts are right-padded and never see the padding, and every
+sequence draws from its own random keys. Lengths are padded to :func:`kitty_jax.prompts.bucket`, so that other prompts
+of a batch shape compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kitty_jax.config import CacheConfig, layer_configs
+from kitty_jax.generate_loop import SamplingState, jit_advance, jit_init, jit_progress, jit_start
+from kitty_jax.pallas_kernels.implementation import Implementation, choose
+from kitty_jax.prompts import Prompts, check_capacity, check_eos, check_prompts, check_seeds, check_whole
+from kitty_jax.sampling import Greedy, Sampler
+from kitty_jax.state import KVShape, KVState, pages_per_sequence
+from kitty_jax.steps import FunctionalModel, functional
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult:
+    """What was generated.
+
+    Attributes:
+        tokens: int32 [B, max_new_tokens], new tokens, the eos included; -1 after a sequence's end.
+        lengths: int32 [B], new tokens of each sequence.
+        finished_by_eos: bool [B]; the others ran into ``max_new_tokens``, or ran out of cache.
+        state: the cache, where ``keep_state`` was given. It holds each sequence's prompt and all its new tokens but the
+            last.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    finished_by_eos: np.ndarray
+    state: KVState | None = None
+
+    def sequences(self) -> list[list[int]]:
+        """The new tokens of each sequence as a list of ids."""
+        return [row[:n].tolist() for row, n in zip(self.tokens, self.lengths, strict=True)]
+
+
+class PoolExhaustedError(RuntimeError):
+    """The page pool had no page left for some sequences. They stopped early; nothing of any sequence is lost.
+
+    Attributes:
+        result: the :class:`GenerateResult` up to there; sequences that needed no further page are complete.
+        rows: the sequences that stopped.
+    """
+
+    def __init__(self, result: GenerateResult, rows: Sequence[int], pool_pages: int, pages_for_all: int):
+        self.result, self.rows = result, tuple(rows)
+        stopped = ", ".join(f"{row} (after {result.lengths[row]} new tokens)" for row in rows)
+        super().__init__(
+            f"pool_pages={pool_pages} were not enough; sequences that stopped early: {stopped}. Raise pool_pages "
+            f"({pages_for_all} hold the whole capacity of all {len(result.lengths)} sequences, None gives each its "
+            "own), or generate fewer sequences or tokens at a time. The tokens so far are in this error's `result`."
+        )
+
+
+@dataclasses.dataclass
+class Generation:
+    """A checked request. :func:`prepare` makes it; :meth:`run` or :meth:`stream` carry it out, as often as wanted.
+
+    Attributes:
+        model: the split model.
+        prompts: padded prompts.
+        caches: one cache config per layer.
+        capacity: tokens that a sequence's cache can hold.
+    """
+
+    model: FunctionalModel
+    prompts: Prompts
+    caches: tuple[CacheConfig, ...]
+    capacity: int
+    max_new_tokens: int
+    sampler: Sampler
+    seeds: np.ndarray
+    eos: np.ndarray
+    pool_pages: int | None
+    implementation: Implementation
+
+    @property
+    def shape(self) -> KVShape:
+        """What the cache needs to know of the model."""
+        config = self.model.config
+        return KVShape(config.num_layers, config.num_kv_heads, config.head_dim, jnp.dtype(config.dtype))
+
+    def _empty(self) -> SamplingState:
+        return jit_init(self.caches, self.shape, self.seeds, **self._sizes())
+
+    def _sizes(self) -> dict[str, int | None]:
+        # Room for as many new tokens as the capacity, so that max_new_tokens decides no shape.
+        return {
+            "batch": self.prompts.batch,
+            "capacity": self.capacity,
+            "room": self.capacity,
+            "pool_pages": self.pool_pages,
+        }
+
+    def compile(self) -> float:
+        """Compiles everything without running it, and returns the seconds that took."""
+        begin = time.perf_counter()
+        jit_init.lower(self.caches, self.shape, self.seeds, **self._sizes()).compile()
+        run = jax.eval_shape(self._empty)
+        jit_start.lower(*self._start_arguments(run), implementation=self.implementation).compile()
+        jit_advance.lower(*self._advance_arguments(run, 0), implementation=self.implementation).compile()
+        jit_progress.lower(run, np.int32(0), size=1).compile()
+        return time.perf_counter() - begin
+
+    def _start_arguments(self, run) -> tuple:
+        return self.model, run, self.prompts.tokens, self.prompts.lengths, self.sampler, self.eos
+
+    def _advance_arguments(self, run, limit: int) -> tuple:
+        return self.model, run, np.int32(limit), self.sampler, self.eos
+
+    def start(self) -> SamplingState:
+        """Runs the prompts and samples the first new token of every sequence."""
+        return jit_start(*self._start_arguments(self._empty()), implementation=self.implementation)
+
+    def advance(self, run: SamplingState, limit: int) -> SamplingState:
+        """Decodes up to ``limit`` new tokens per sequence. ``run`` is donated."""
+        limit = min(limit, self.max_new_tokens)
+        return jit_advance(*self._advance_arguments(run, limit), implementation=self.implementation)
+
+    def run(self, keep_state: bool = False) -> GenerateResult:
+        """All of it at once; see :func:`generate`."""
+        return self._result(self.advance(self.start(), self.max_new_tokens), keep_state)
+
+    def stream(self, chunk: int = 1) -> Iterator[np.ndarray]:
+        """See :func:`stream`."""
+        check_whole("chunk", chunk, 1)
+        return self._stream(int(chunk))
+
+    def _stream(self, chunk: int) -> Iterator[np.ndarray]:
+        run, first, going = self.start(), 0, True
+        while going and first < self.max_new_tokens:
+            size = min(chunk, self.max_new_tokens - first)
+            run = self.advance(run, first + size)
+            tokens, going = jax.device_get(jit_progress(run, np.int32(first), size=size))
+            width = int((tokens >= 0).any(axis=0).sum())
+            if width:
+                yield tokens[:, :width]
+            first += size
+        self._result(run, keep_state=False)
+
+    def _result(self, run: SamplingState, keep_state: bool) -> GenerateResult:
+        tokens, lengths, finished, exhausted = jax.device_get(
+            (run.tokens, run.num_new, run.finished, run.cache.exhausted)
+        )
+        result = GenerateResult(
+            tokens[:, : self.max_new_tokens], lengths, finished, run.cache if keep_state or exhausted.any() else None
+        )
+        if exhausted.any():
+            quantized = next(config for config in self.caches if config.quantized)
+            pages = self.prompts.batch * pages_per_sequence(self.capacity, quantized)
+            raise PoolExhaustedError(result, np.flatnonzero(exhausted).tolist(), self.pool_pages, pages)
+        return result
+
+
+def prepare(
+    model: Any,
+    token_ids: Any,
+    lengths: Any = None,
+    *,
+    cache: CacheConfig | str | Sequence[CacheConfig] = "kitty_pro",
+    max_new_tokens: int,
+    sampler: Sampler | None = None,
+    seed: Any = 0,
+    eos: int | Sequence[int] | None = None,
+    capacity: int | None = None,
+    pool_pages: int | None = None,
+    implementation: Implementation = "auto",
+) -> Generation:
+    """Checks a request without running or compiling anything. Arguments and errors as in :func:`generate`."""
+    config = model.config
+    caches = layer_configs(cache, config.num_layers)
+    prompts = check_prompts(token_ids, lengths, config.vocab_size)
+    capacity = check_capacity(prompts.lengths, max_new_tokens, capacity)
+    if pool_pages is not None:
+        check_whole("pool_pages", pool_pages, 1)
+    choose(implementation, None)
+    sampler = Greedy() if sampler is None else sampler
+    if not callable(sampler):
+        raise ValueError(f"sampler must be Greedy(), Sampling(...) or a function of (logits, keys), got {sampler!r}")
+    if jax.tree_util.all_leaves([sampler]):  # a plain function: static, known by its identity
+        sampler = jax.tree_util.Partial(sampler)
+    generation = Generation(
+        model=functional(model),
+        prompts=prompts,
+        caches=caches,
+        capacity=capacity,
+        max_new_tokens=int(max_new_tokens),
+        sampler=sampler,
+        seeds=check_seeds(seed, prompts.batch),
+        eos=check_eos(eos, config.vocab_size),
+        pool_pages=pool_pages,
+        implementation=implementation,
+    )
+    jax.eval_shape(generation._empty)  # refuses a cache that does not fit the model
+    return generation
+
+
+def generate(model: Any, token_ids: Any, lengths: Any = None, *, keep_state: bool = False, **options) -> GenerateResult:
+    """Continues prompts.
+
+    Args:
+        model: a model of ``kitty_jax.models``, or what :func:`kitty_jax.steps.functional` makes of one.
+        token_ids: integers [B, T], right-padded, or a list of B lists of integers.
+        lengths: integers [B], real tokens of each row; by default all of them.
+        keep_state: put the cache into the result.
+
+    Keyword arguments, which :func:`prepare` and :func:`stream` take as well:
+        cache: a name, a :class:`CacheConfig`, or one of them per layer. Default ``"kitty_pro"``.
+        max_new_tokens: most new tokens of a sequence, 1 or more. Required.
+        sampler: ``Greedy()``, the default, ``Sampling(...)``, or any function (logits [B, V], keys [B]) -> int32 [B].
+        seed: an integer, and sequence b draws as one alone with seed + b does; or one integer per sequence.
+        eos: id or ids that end a sequence; none by default. The eos is the last token of its sequence.
+        capacity: tokens that a sequence's cache holds, at least its prompt and ``max_new_tokens``. By default just
+            enough, rounded up to a :func:`kitty_jax.prompts.bucket`. Requests of equal batch, capacity, kind of sampler
+            and padded prompt length share one compilation.
+        pool_pages: pages for all sequences together; by default each has its own for the whole capacity.
+        implementation: ``"auto"``, ``"mosaic"`` or ``"xla"``, for the operations on pages.
+
+    Raises:
+        ValueError: empty or overlong prompt, id outside the vocabulary, lengths that disagree with the array, unknown
+            cache, or any other argument out of its range: before anything is compiled.
+        PoolExhaustedError: ``pool_pages`` did not suffice; it carries the result up to there.
+    """
+    return prepare(model, token_ids, lengths, **options).run(keep_state)
+
+
+def stream(model: Any, token_ids: Any, lengths: Any = None, *, chunk: int = 1, **options) -> Iterator[np.ndarray]:
+    """Continues prompts and yields the new tokens as they come. Arguments and errors as in :func:`generate`.
+
+    The request is checked here and now; the first ``next`` compiles and runs. The same compiled loop as
+    :func:`generate`'s decodes ``chunk`` tokens between two yields, so the tokens are the same ones. Close the iterator
+    to stop early.
+
+    Returns:
+        An iterator of int32 [B, n], n up to ``chunk``: the next tokens of each sequence, -1 after its end. It stops
+        when all sequences have ended. A pool that ran out raises PoolExhaustedError after the last tokens.
+    """
+    return prepare(model, token_ids, lengths, **options).stream(chunk)

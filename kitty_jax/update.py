@@ -1,0 +1,287 @@
+"""Putting tokens into the state: pages handed out, buffers written, full pages quantized.
+
+One token of every sequence goes in by :func:`insert_token` in each layer and one :func:`flush` for all layers; a chunk
+by :func:`append_chunk`. Both end in the same state, bit for bit, for the same keys and values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from kitty_jax.pallas_kernels.implementation import Implementation
+from kitty_jax.pallas_kernels.pages import LayerKV
+from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.query_statistic import add_chunk, add_token, squared_queries
+from kitty_jax.selection import key_quantization
+from kitty_jax.state import FullLayer, KVState, Layer, PagePool, QuantizedLayer
+
+
+def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
+    """Hands out the pages that ``num_new`` int32 [B] further tokens fill.
+
+    A sequence for which capacity or pool do not suffice gets none and is marked in ``exhausted``. Pages are handed out
+    in batch order; where one sequence's need is not met, no later one gets a page in this call either.
+
+    Returns:
+        The state with its page table extended, and int32 [B]: ``num_new``, or 0 for the refused sequences.
+    """
+    fits = state.lengths + num_new <= state.capacity
+    layer = next((x for x in state.layers if isinstance(x, QuantizedLayer)), None)
+    if state.pool is None or layer is None:
+        refused = ~fits & (num_new > 0)
+        return dataclasses.replace(state, exhausted=state.exhausted | refused), jnp.where(fits, num_new, 0)
+    first = layer.kv.counts(state.lengths)[1]
+    last = layer.kv.counts(state.lengths + num_new)[1]
+    need = jnp.where(fits, last - first, 0)
+
+    total = jnp.cumsum(need)
+    granted = fits & ((need == 0) | (total <= state.pool.num_free))
+    top = state.pool.num_free - (total - need)
+    left = state.pool.num_free - jnp.sum(jnp.where(granted, need, 0))
+    column = jnp.arange(state.page_table.shape[1], dtype=jnp.int32)
+    rank = column - first[:, None]  # [B, P]
+    new = granted[:, None] & (rank >= 0) & (rank < need[:, None])
+    ids = state.pool.free[jnp.clip(top[:, None] - 1 - rank, 0, state.pool.free.shape[0] - 1)]
+    state = dataclasses.replace(
+        state,
+        page_table=jnp.where(new, ids, state.page_table),
+        pool=PagePool(state.pool.free, left),
+        exhausted=state.exhausted | (~granted & (num_new > 0)),
+    )
+    return state, jnp.where(granted, num_new, 0)
+
+
+def release(state: KVState, done: Array) -> KVState:
+    """Empties the sequences where ``done`` bool [B]; their pages go back to the pool, where there is one."""
+    lengths = jnp.where(done, 0, state.lengths)
+    state = dataclasses.replace(state, lengths=lengths, exhausted=state.exhausted & ~done)
+    if state.pool is None:
+        return state
+    back = done[:, None] & (state.page_table >= 0)
+    rank = jnp.cumsum(back.reshape(-1).astype(jnp.int32)).reshape(back.shape) - 1
+    slot = jnp.where(back, state.pool.num_free + rank, state.pool.free.shape[0])
+    free = state.pool.free.at[slot].set(state.page_table, mode="drop")
+    num_free = state.pool.num_free + jnp.sum(back, dtype=jnp.int32)
+    return dataclasses.replace(
+        state, page_table=jnp.where(done[:, None], -1, state.page_table), pool=PagePool(free, num_free)
+    )
+
+
+def insert_token(
+    layer: Layer, keys: Array, values: Array, lengths: Array, active: Array, queries: Array | None = None
+) -> Layer:
+    """Writes one token per sequence into the buffers, in full precision; inactive sequences keep theirs.
+
+    Args:
+        layer: the layer before the token.
+        keys, values: [B, K, D].
+        lengths: int32 [B], tokens cached before.
+        active: bool [B].
+        queries: [B, N, D], where the layer's config weighs channels by them.
+    """
+    b = jnp.arange(lengths.shape[0])
+    if isinstance(layer, FullLayer):
+        slot = jnp.where(active, lengths, layer.keys.shape[1])
+        return FullLayer(_set(layer.keys, (b, slot), keys), _set(layer.values, (b, slot), values))
+    kv = layer.kv
+    s, g, ring = kv.sink, kv.fmt.page, kv.ring_values.shape[2]
+    in_sink, past = active & (lengths < s), active & (lengths >= s)
+    i = jnp.maximum(lengths - s, 0)
+    sink_slot = jnp.where(in_sink, lengths, s)
+    tail_slot = jnp.where(past, i % g, g)
+    ring_slot = jnp.where(past, i % ring, ring)
+    every = slice(None)
+    kv = dataclasses.replace(
+        kv,
+        sink_keys=_set(kv.sink_keys, (b, every, sink_slot), keys),
+        sink_values=_set(kv.sink_values, (b, every, sink_slot), values),
+        tail_keys=_set(kv.tail_keys, (b, every, tail_slot), keys),
+        ring_values=_set(kv.ring_values, (b, every, ring_slot), values),
+    )
+    if layer.query_squares is None:
+        return dataclasses.replace(layer, kv=kv)
+    squares = _squared(layer, queries)
+    return dataclasses.replace(layer, kv=kv, query_squares=add_token(layer.query_squares, squares, i, past, g))
+
+
+def _squared(layer: QuantizedLayer, queries: Array | None) -> Array:
+    if queries is None:
+        raise ValueError(f'selection "{layer.config.selection}" weighs channels by the queries: pass them')
+    return squared_queries(queries, layer.query_squares.shape[1])
+
+
+def _set(x: Array, index: tuple, new: Array) -> Array:
+    return x.at[index].set(new.astype(x.dtype), mode="drop") if x.size else x
+
+
+def flush(
+    state: KVState, before: Array, implementation: Implementation = "auto", after: Array | None = None
+) -> KVState:
+    """Quantizes the pages that the step from lengths ``before`` int32 [B] to ``state.lengths`` has filled.
+
+    That is at most one a sequence. ``after`` [B, ...]: what the step made of the attention's output, so that pages are
+    written after they were read (see :func:`ordered`).
+    """
+    quantized = [x for x in state.layers if isinstance(x, QuantizedLayer)]
+    if not quantized or not state.page_table.shape[1]:
+        return state
+    due = jnp.zeros(before.shape, bool)
+    for kv in {x.kv.window: x.kv for x in quantized}.values():
+        (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(state.lengths)
+        due = due | (k1 > k0) | (v1 > v0)
+    turns = due.astype(jnp.int32)
+    if after is not None:
+        turns += _zero(after.reshape(after.shape[0], -1)[:, 0])
+
+    # A loop of no or one turn, not `lax.cond`: XLA updates what a loop carries in place, but copies pools that go
+    # through a cond.
+    def store(_, pools: tuple) -> tuple:
+        return tuple(
+            _flush_layer(x, pool, state, before, implementation) for x, pool in zip(quantized, pools, strict=True)
+        )
+
+    pools = tuple((x.kv.key_pages, x.kv.value_pages) for x in quantized)
+    pools = jax.lax.fori_loop(0, jnp.max(turns), store, pools)
+    stored = iter(pools)
+    layers = tuple(_with_pools(x, *next(stored)) if isinstance(x, QuantizedLayer) else x for x in state.layers)
+    return dataclasses.replace(state, layers=layers)
+
+
+def _with_pools(layer: QuantizedLayer, key_pages: Array, value_pages: Array) -> QuantizedLayer:
+    return dataclasses.replace(layer, kv=dataclasses.replace(layer.kv, key_pages=key_pages, value_pages=value_pages))
+
+
+def ordered(x: Array, after: Array) -> Array:
+    """``x`` [B, T, K, D], unchanged, but not computable before ``after`` [B, T, N, D].
+
+    A reader and a writer of the same buffer with no data between them make XLA copy the buffer. So what is to be
+    written passes through here together with what the reader produced, each KV head with its own (heads may be on
+    different devices). An ``optimization_barrier`` would not do: it is gone when XLA decides on copies.
+    """
+    own = after.reshape(*x.shape[:3], -1)[..., :1]
+    return jnp.where(_zero(own) == 0, x, jnp.zeros_like(x))
+
+
+def _zero(x: Array) -> Array:
+    """int32 zeros that XLA does not know to be zeros."""
+    return jnp.minimum((x > 0).astype(jnp.int32), 0)
+
+
+def _flush_layer(
+    layer: QuantizedLayer, pools: tuple[Array, Array], state: KVState, before: Array, implementation: Implementation
+) -> tuple[Array, Array]:
+    layer = _with_pools(layer, *pools)
+    kv = layer.kv
+    (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(state.lengths)
+    ids = _page_ids(kv, state.page_table, k0[:, None], k1)[:, 0]
+    keys = _store_keys(layer, kv.tail_keys, ids, k0, layer.query_squares, implementation)
+    ids = _page_ids(kv, state.page_table, v0[:, None], v1)[:, 0]
+    starts = v0 * kv.fmt.page % kv.ring_values.shape[2]
+    values = store_value_pages(kv.value_pages, kv.ring_values, starts, ids, kv.fmt, implementation=implementation)
+    return keys, values
+
+
+def _page_ids(kv: LayerKV, table: Array, page: Array, end: Array) -> Array:
+    """Pool records of pages ``page`` int32 [B, X]; M ("skip") where the page is not below ``end`` [B]."""
+    ids = jnp.take_along_axis(table, jnp.clip(page, 0, table.shape[1] - 1), axis=1)
+    return jnp.where((page < end[:, None]) & (ids >= 0), ids, kv.key_pages.shape[0])
+
+
+def _store_keys(
+    layer: QuantizedLayer, keys: Array, ids: Array, page: Array, squares: Array | None, implementation: Implementation
+) -> Array:
+    """Stores key pages [X, K, G, D]; ``page`` int32 [X] is each one's number in its sequence, ``squares`` [X, K, D]."""
+    how = key_quantization(layer.config, layer.index, page, keys, squares)
+    return store_key_pages(layer.kv.key_pages, keys, ids, layer.kv.fmt, implementation=implementation, **how)
+
+
+def append_chunk(
+    layer: Layer,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    num_new: Array,
+    page_table: Array,
+    implementation: Implementation = "auto",
+    queries: Array | None = None,
+) -> Layer:
+    """Puts a chunk of tokens into the layer and quantizes every page it fills.
+
+    Args:
+        keys, values: [B, T, K, D].
+        lengths: int32 [B], tokens cached before; num_new: int32 [B], how many of the T tokens are real, for which
+            :func:`reserve` has been called.
+        page_table: int32 [B, P].
+        queries: [B, T, N, D], where the layer's config weighs channels by them.
+    """
+    b, t = jnp.arange(lengths.shape[0]), jnp.arange(keys.shape[1], dtype=jnp.int32)
+    if isinstance(layer, FullLayer):
+        slot = jnp.where(t < num_new[:, None], lengths[:, None] + t, layer.keys.shape[1])
+        return FullLayer(_set(layer.keys, (b[:, None], slot), keys), _set(layer.values, (b[:, None], slot), values))
+    kv = layer.kv
+    s, g = kv.sink, kv.fmt.page
+    keys, values = (jnp.swapaxes(x, 1, 2).astype(kv.tail_keys.dtype) for x in (keys, values))  # [B, K, T, D]
+    end = lengths + num_new
+    (n0, k0, v0), (n1, k1, v1) = kv.counts(lengths), kv.counts(end)
+
+    def chunk(x: Array, token: Array) -> Array:
+        """Rows of the chunk by token past the sink, int32 [B, X] -> [B, K, X, D]; out-of-range tokens give some row."""
+        index = jnp.clip(token + s - lengths[:, None], 0, t.shape[0] - 1)
+        return jnp.take_along_axis(x, index[:, None, :, None], axis=2)
+
+    def gather(x: Array, buffer: Array, first: Array, pages: int) -> Array:
+        """Tokens past the sink from ``first`` [B] on, old ones from their buffer: [B * pages, K, G, D]."""
+        token = first[:, None] + jnp.arange(pages * g, dtype=jnp.int32)
+        slot = (token % buffer.shape[2])[:, None, :, None]
+        old = jnp.take_along_axis(buffer, slot, axis=2)
+        rows = jnp.where((token < n0[:, None])[:, None, :, None], old, chunk(x, token))
+        return jnp.swapaxes(rows.reshape(*rows.shape[:2], pages, g, -1), 1, 2).reshape(
+            -1, rows.shape[1], g, rows.shape[3]
+        )
+
+    def newest(x: Array, buffer: Array) -> Array:
+        """The buffer with every slot at its newest token."""
+        width = buffer.shape[2]
+        slot = jnp.arange(width, dtype=jnp.int32)
+        token = slot + (n1[:, None] - 1 - slot) // width * width  # floor division: below slot when n1 <= slot
+        new = (token >= n0[:, None]) & (token >= 0)
+        return jnp.where(new[:, None, :, None], chunk(x, token), buffer)
+
+    def sink(x: Array, buffer: Array) -> Array:
+        token = jnp.arange(s, dtype=jnp.int32)
+        new = (token >= lengths[:, None]) & (token < end[:, None])
+        index = jnp.clip(token - lengths[:, None], 0, t.shape[0] - 1)
+        return jnp.where(new[:, None, :, None], jnp.take_along_axis(x, index[:, None, :, None], axis=2), buffer)
+
+    key_pool, value_pool = kv.key_pages, kv.value_pages
+    # A partial page of up to G - 1 old tokens, or the values that the window still held, plus T new ones.
+    pages = min((t.shape[0] + g - 1) // g, page_table.shape[1])
+    sums = squares = layer.query_squares
+    if squares is not None:
+        sums, squares = add_chunk(squares, _squared(layer, queries), lengths, num_new, s, g, pages)
+        sums = sums.reshape(-1, *sums.shape[2:])
+    if pages:
+        page = k0[:, None] + jnp.arange(pages, dtype=jnp.int32)
+        ids = _page_ids(kv, page_table, page, k1).reshape(-1)
+        rows = gather(keys, kv.tail_keys, k0 * g, pages)
+        key_pool = _store_keys(layer, rows, ids, page.reshape(-1), sums, implementation)
+        page = v0[:, None] + jnp.arange(pages, dtype=jnp.int32)
+        ids = _page_ids(kv, page_table, page, v1).reshape(-1)
+        rows = gather(values, kv.ring_values, v0 * g, pages)
+        value_pool = store_value_pages(
+            value_pool, rows, jnp.zeros_like(ids), ids, kv.fmt, implementation=implementation
+        )
+    kv = dataclasses.replace(
+        kv,
+        key_pages=key_pool,
+        value_pages=value_pool,
+        sink_keys=sink(keys, kv.sink_keys) if s else kv.sink_keys,
+        sink_values=sink(values, kv.sink_values) if s else kv.sink_values,
+        tail_keys=newest(keys, kv.tail_keys),
+        ring_values=newest(values, kv.ring_values),
+    )
+    return dataclasses.replace(layer, kv=kv, query_squares=squares)

@@ -1,0 +1,306 @@
+"""Generate text from a checkpoint with a 2-bit KV cache.
+
+    python scripts/generate.py --model PATH --prompt TEXT [--prompt TEXT ...] [--cache kitty-pro] [--chat] [--json]
+
+PATH is a Hugging Face directory or a .gguf file. The text comes as it is generated; a small table of speed and cache
+bytes ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+import jax
+import jax.numpy as jnp
+
+from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.generate import Generation, prepare
+from kitty_jax.memory import CacheBytes, cache_bytes
+from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
+from kitty_jax.prompts import check_capacity, check_prompts, check_whole
+from kitty_jax.sampling import Greedy, Sampler, Sampling
+from kitty_jax.text import InOrder, TextStream, encode_prompts
+
+NAMES = tuple(name.replace("_", "-") for name in CACHE_NAMES)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def parser() -> Parser:
+    p = Parser(
+        prog="generate.py",
+        description=__doc__.splitlines()[0],
+        epilog="Short runs are mostly compilation; JAX_COMPILATION_CACHE_DIR=FOLDER in the environment keeps it.",
+    )
+    p.add_argument("--model", required=True, metavar="PATH", help="Hugging Face model directory or .gguf file")
+    p.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch")
+    p.add_argument(
+        "--prompts-file", metavar="FILE", help='one prompt per line, or JSON lines with a "prompt"; - is standard input'
+    )
+    p.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
+    p.add_argument(
+        "--cache", default="kitty-pro", metavar="NAME", help=f"one of {', '.join(NAMES)} (default: %(default)s)"
+    )
+    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    p.add_argument(
+        "--capacity",
+        type=int,
+        metavar="N",
+        help="tokens that a sequence's cache holds (default: what the longest prompt needs)",
+    )
+    sampling = p.add_argument_group("sampling", "greedy unless one of the first four is given")
+    sampling.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    sampling.add_argument("--top-p", type=float, metavar="X", help="keep the most likely tokens of total probability X")
+    sampling.add_argument(
+        "--min-p", type=float, metavar="X", help="keep tokens X times as likely as the most likely one"
+    )
+    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="prompt b uses N + b (default: %(default)s)")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    p.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: as stored; float32 for .gguf)")
+    p.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations on pages")
+    p.add_argument("--json", action="store_true", help="one JSON object on standard output, all else on standard error")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0, or 2 with one line on standard error."""
+    options = parser().parse_args(argv)
+    try:
+        run(options)
+    except BrokenPipeError:  # the reader of the text has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    # In the order of what they cost, so that a wrong flag is answered before a large file is read.
+    cache = cache_from_name(options.cache)
+    sampler = sampler_of(options)
+    check_whole("--max-new-tokens", options.max_new_tokens, 1)
+    prompts = read_prompts(options)
+
+    from kitty_jax.models.checkpoint import load_model, open_checkpoint
+    from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
+
+    open_checkpoint(options.model)
+    tokenizer = load_tokenizer(options.model)
+    ids = encode_prompts(tokenizer, prompts, chat=options.chat)
+    check_capacity(check_prompts(ids).lengths, options.max_new_tokens, options.capacity)
+    eos = () if options.ignore_eos else sorted({*stop_token_ids(options.model), *eos_of(tokenizer)})
+
+    begin = time.perf_counter()
+    model = load_model(options.model, dtype=options.dtype, progress=loading(options.model))
+    load_seconds = time.perf_counter() - begin
+    generation = prepare(
+        model,
+        ids,
+        cache=cache,
+        max_new_tokens=options.max_new_tokens,
+        sampler=sampler,
+        seed=options.seed,
+        eos=eos,
+        capacity=options.capacity,
+        implementation=options.implementation,
+    )
+    longest = int(generation.prompts.lengths.max()) + options.max_new_tokens
+    if longest > model.config.max_position:
+        say(f"note: up to {longest} tokens, but the model was made for {model.config.max_position}")
+    say(f"loaded in {load_seconds:.1f} s; compiling for {jax.devices()[0].device_kind}")
+    compile_seconds = generation.compile()
+    say(f"compiled in {compile_seconds:.1f} s")
+
+    titles = [f"[{i + 1}] {' '.join(p.split())[:70]}" for i, p in enumerate(prompts)] if len(prompts) > 1 else None
+    out = open(os.devnull, "w") if options.json else sys.stdout
+    try:
+        sequences, texts, times = decode(generation, tokenizer, InOrder(titles, out))
+    finally:
+        if options.json:
+            out.close()
+    size = cache_bytes(
+        generation.caches, generation.shape, batch=generation.prompts.batch, capacity=generation.capacity
+    )
+    report = {
+        "model": str(options.model),
+        "dtype": jnp.dtype(model.config.dtype).name,
+        "device": jax.devices()[0].device_kind,
+        "cache": options.cache.replace("_", "-"),
+        "capacity": generation.capacity,
+        "outputs": [
+            {
+                "prompt": prompt,
+                "prompt_tokens": len(row),
+                "new_tokens": len(new),
+                "token_ids": new,
+                "text": text,
+                "finished_by_eos": bool(new) and new[-1] in eos,
+            }
+            for prompt, row, new, text in zip(prompts, ids, sequences, texts, strict=True)
+        ],
+        "seconds": {"load": load_seconds, "compile": compile_seconds, **times},
+        "tokens_per_second": speeds(ids, sequences, times),
+        "cache_bytes": {name: getattr(size, name) for name in ("payload", "metadata", "buffers", "total", "bf16")},
+    }
+    print(json.dumps(report) if options.json else f"\n{table(report, size)}")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def sampler_of(options: argparse.Namespace) -> Sampler:
+    """Greedy without a sampling flag or at temperature 0."""
+    filters = {name: getattr(options, name) for name in ("top_k", "top_p", "min_p")}
+    given = [f"--{name.replace('_', '-')}" for name, value in filters.items() if value is not None]
+    if options.temperature == 0 and given:
+        raise ValueError(f"--temperature 0 always takes the most likely token: leave out {' and '.join(given)}")
+    if not options.temperature and not given:
+        return Greedy()
+    return Sampling(temperature=1.0 if options.temperature is None else options.temperature, **filters)
+
+
+def read_prompts(options: argparse.Namespace) -> list[str]:
+    """The prompts of --prompt, then those of --prompts-file. Blank lines of the file are passed over."""
+    prompts = list(options.prompt)
+    if options.prompts_file is not None:
+        name = options.prompts_file
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not lines:
+            raise ValueError(f"{name} holds no prompts")
+        as_json = name.endswith(".jsonl") or all(prompt_of(line) is not None for _, line in lines)
+        for number, line in lines:
+            prompt = prompt_of(line) if as_json else line
+            if prompt is None:
+                raise ValueError(f'{name}, line {number}: wanted a JSON object with a text "prompt", got {line:.60}')
+            prompts.append(prompt)
+    if not prompts:
+        raise ValueError("no prompt: give --prompt TEXT or --prompts-file FILE")
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise ValueError(f"empty prompt: prompt {number} of {len(prompts)} holds no text")
+    return prompts
+
+
+def prompt_of(line: str) -> str | None:
+    """The prompt of a JSON line, or None where it is none."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, TypeError, KeyError):
+        return None
+    return prompt if isinstance(prompt, str) else None
+
+
+def eos_of(tokenizer) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+def loading(path: str):
+    """Progress of loading: a line that is rewritten on a terminal, one line elsewhere."""
+    if not sys.stderr.isatty():
+        say(f"loading {path}")
+        return None
+
+    def show(done: int, total: int, name: str) -> None:
+        percent = 100 * done / max(total, 1)
+        end = "\n" if done == total else ""
+        print(
+            f"\rloading {percent:5.1f} % of {total / 1e6:.0f} MB  {name:.50}\033[K",
+            end=end,
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show
+
+
+def decode(generation: Generation, tokenizer, out: InOrder) -> tuple[list[list[int]], list[str], dict[str, float]]:
+    """Streams the generation to ``out``: new ids and text of each prompt, and seconds of prompt step and decoding."""
+
+    def to_text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    batch = generation.prompts.batch
+    sequences, texts = [[] for _ in range(batch)], [""] * batch
+    streams = [TextStream(to_text) for _ in range(batch)]
+    ended = [False] * batch
+
+    def give(row: int, text: str) -> None:
+        texts[row] += text
+        out.write(row, text)
+
+    def end(row: int) -> None:
+        ended[row] = True
+        give(row, streams[row].finish())
+        out.end(row)
+
+    begin, first = time.perf_counter(), None
+    for chunk in generation.stream():
+        first = time.perf_counter() if first is None else first
+        for row in range(batch):
+            new = chunk[row][chunk[row] >= 0].tolist()
+            sequences[row] += new
+            if new:
+                give(row, streams[row].push(new))
+            elif not ended[row]:
+                end(row)
+    times = {"prompt": first - begin, "decode": time.perf_counter() - first}
+    for row in range(batch):
+        if not ended[row]:
+            end(row)
+    return sequences, texts, times
+
+
+def speeds(ids: list[list[int]], sequences: list[list[int]], times: dict[str, float]) -> dict[str, float | None]:
+    """Tokens per second of all sequences together; the first new token of each belongs to the prompt step."""
+    decoded = sum(max(len(new) - 1, 0) for new in sequences)
+    return {
+        "prompt": sum(map(len, ids)) / times["prompt"],
+        "decode": decoded / times["decode"] if decoded else None,
+    }
+
+
+def table(report: dict, size: CacheBytes) -> str:
+    """The report as a few lines of text."""
+    outputs, seconds, speed = (report[name] for name in ("outputs", "seconds", "tokens_per_second"))
+    prompt_tokens, new_tokens = (sum(o[name] for o in outputs) for name in ("prompt_tokens", "new_tokens"))
+    parts = f"payload {megabytes(size.payload)}, metadata {megabytes(size.metadata)}, buffers {megabytes(size.buffers)}"
+    small = "" if size.ratio >= 1 else ": at so small a capacity the full-precision buffers outweigh what pages save"
+    rows = [
+        ("prompt tokens", f"{prompt_tokens}", f"{len(outputs)} prompt{'s' if len(outputs) > 1 else ''}"),
+        ("new tokens", f"{new_tokens}", ""),
+        ("compilation", f"{seconds['compile']:.2f} s", ""),
+        ("prompt step", f"{seconds['prompt']:.2f} s", f"{speed['prompt']:.1f} tokens/s"),
+        ("decoding", f"{seconds['decode']:.2f} s", f"{speed['decode']:.1f} tokens/s" if speed["decode"] else ""),
+        (f"cache {report['cache']}", megabytes(size.total), f"{parts}; capacity {report['capacity']} tokens"),
+        ("the same in bf16", megabytes(size.bf16), f"{size.ratio:.2f} times as large{small}"),
+    ]
+    return "\n".join(f"{name:<20}{value:>12}  {note}".rstrip() for name, value, note in rows)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

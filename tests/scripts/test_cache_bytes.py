@@ -1,0 +1,88 @@
+"""scripts/cache_bytes.py and kitty_jax.memory: bytes by hand, bytes on the device, and the printed table."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from kitty_jax.config import CACHE_NAMES, CacheConfig
+from kitty_jax.memory import cache_bytes
+from kitty_jax.state import KVShape, init_state
+from scripts import cache_bytes as script
+
+QWEN3_8B = KVShape(36, 8, 128)
+
+
+def test_kitty_pro_at_8192_tokens_by_hand() -> None:
+    size = cache_bytes("kitty_pro", QWEN3_8B, capacity=8192)
+    heads, pages = 36 * 8, (8192 - 32) // 128
+    elements = heads * pages * 128 * 128
+    assert size.payload == elements * 2 // 8 * 2 + elements * 32 // 128 * 2 // 8
+    # A scale and a minimum of 16 bits per channel (keys) and per token (values), 32 boosted channels of 8 bits, an
+    # exponent, padding to 16 bytes: keys 512 + 32 + 1 -> 560, values 512 + 1 -> 528. Then page table, length, flag.
+    assert size.metadata == heads * pages * (560 + 528) + pages * 4 + 4 + 1
+    assert size.buffers == heads * (2 * 32 + 128 + 256) * 128 * 2
+    assert size.bf16 == heads * 8192 * 128 * 2 * 2
+    assert size.total == size.payload + size.metadata + size.buffers
+    assert size.ratio == pytest.approx(5.49, abs=0.01)
+    assert size.bits_per_element == pytest.approx(16 / size.ratio)
+
+
+@pytest.mark.parametrize("name", CACHE_NAMES)
+def test_planned_bytes_are_the_bytes_on_the_device(name) -> None:
+    shape = KVShape(2, 2, 32, jnp.dtype(jnp.bfloat16))
+    state = init_state(name, shape, batch=3, capacity=600)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert cache_bytes(name, shape, batch=3, capacity=600).total == held
+
+
+def test_a_full_cache_in_bfloat16_is_its_own_measure() -> None:
+    size = cache_bytes("full", QWEN3_8B, batch=2, capacity=100)
+    assert size.payload == size.bf16
+    assert size.buffers == 0
+    assert size.ratio == pytest.approx(1, abs=1e-4)
+
+
+def test_a_smaller_pool_is_counted() -> None:
+    whole = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192)
+    half = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192, pool_pages=126)
+    assert half.payload * 2 == whole.payload
+
+
+def test_table_names_every_cache_and_allocates_nothing(capsys) -> None:
+    before = len(jax.live_arrays())
+    # 50 TB in bfloat16: could not be allocated anywhere.
+    assert script.main(["--batch", "40000"]) == 0
+    assert len(jax.live_arrays()) == before
+    assert script.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[-(len(CACHE_NAMES) + 3) :]
+    assert lines[0].startswith("36 layers, 8 KV heads, head size 128, 8192 tokens, batch 1, full precision in bfloat16")
+    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
+    assert list(rows) == [name.replace("_", "-") for name in CACHE_NAMES]
+    assert rows["full"] == ["1207.96", "0.00", "0.00", "1207.96", "1.00", "16.00", "-"]
+    assert rows["kitty-pro"] == ["167.22", "19.74", "33.03", "219.99", "5.49", "2.91", "2.52"]
+
+
+def test_any_shape(capsys) -> None:
+    arguments = "--layers 1 --kv-heads 2 --head-dim 64 --tokens 1000 --batch 5 --dtype float32 --cache full"
+    assert script.main(arguments.split()) == 0
+    row = capsys.readouterr().out.splitlines()[2].split()
+    assert row[1] == f"{1 * 2 * 64 * 1000 * 5 * 2 * 4 / 1e6:.2f}"
+    assert row[5] == "0.50"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("--cache kity", "unknown cache 'kity'"),
+        ("--model gpt", "no configuration is named 'gpt'; known names: qwen3-0.6b"),
+        ("--tokens 0", "batch and capacity must be 1 or more"),
+        ("--layers 0", "sizes must be 1 or more"),
+        ("--head-dim 24 --cache kitty", "head_dim must be a multiple of 16"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys) -> None:
+    assert script.main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
