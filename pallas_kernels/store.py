@@ -32,7 +32,8 @@ def store_key_pages(
         pool: uint32 [M, K, fmt.key_words]; donate it (or use it in a loop) and it is updated in place.
         keys: [X, K, G, D], X pages.
         page_ids: int32 [X], the record each page goes to; M skips the page. Ids other than M must differ.
-        weights, scores: optional float32 [X, K, D], see :func:`.quantize.quantize_keys`, as are ``score`` and ``shrink``.
+        weights, scores: optional float32 [X, K, D], see :func:`.quantize.quantize_keys`, as are ``score`` and
+            ``shrink``.
 
     Returns:
         The pool with the pages written.
@@ -40,6 +41,8 @@ def store_key_pages(
     if score not in SCORES:
         raise ValueError(f"score must be one of {', '.join(SCORES)}, got {score!r}")
     _check("keys", pool, keys, page_ids, fmt, fmt.key_words)
+    if not pool.size or not keys.size:
+        return pool
     if choose(implementation, unsupported(keys.dtype, fmt.page, fmt.head_dim)) == "mosaic":
         ref = jax.new_ref(pool)
         store_keys(ref, keys, page_ids, fmt, score=score, weights=weights, scores=scores, shrink=shrink)
@@ -55,28 +58,34 @@ def store_value_pages(
     page_ids: Array,
     fmt: PageFormat,
     *,
+    shrink: tuple[float, ...] = (1.0,),
     implementation: Implementation = "auto",
 ) -> Array:
     """Quantizes pages of values out of ring buffers into their records of the pool.
 
     Args:
         pool: uint32 [M, K, fmt.value_words].
-        values: [X, K, W, D], W >= G slots; a page is the G slots ``(starts + i) % W``. With W = G it is all of them in order.
+        values: [X, K, W, D], W >= G slots; a page is the G slots ``(starts + i) % W``. With W = G it is all of them
+            in order.
         starts: int32 [X], from 0 on; not read where W = G.
         page_ids: int32 [X]; M skips the page.
+        shrink: see :func:`.quantize.quantize_values`.
 
     Returns:
         The pool with the pages written.
     """
     _check("values", pool, values, page_ids, fmt, fmt.value_words)
-    if choose(implementation, unsupported(values.dtype, fmt.page, fmt.head_dim)) == "mosaic":
+    if not pool.size or not values.size:
+        return pool
+    missing = None if shrink == (1.0,) else f"the kernel does not shrink the ranges of values, asked for {shrink}"
+    if choose(implementation, unsupported(values.dtype, fmt.page, fmt.head_dim) or missing) == "mosaic":
         ref = jax.new_ref(pool)
         store_values(ref, values, starts, page_ids, fmt)
         return jax.freeze(ref)
     if values.shape[2] != fmt.page:
         slots = (starts[:, None] + jnp.arange(fmt.page, dtype=jnp.int32)) % values.shape[2]
         values = jnp.take_along_axis(values, slots[:, None, :, None], axis=2)
-    return pool.at[page_ids].set(quantize_values(values, fmt), mode="drop")
+    return pool.at[page_ids].set(quantize_values(values, fmt, shrink=shrink), mode="drop")
 
 
 def _check(name: str, pool: Array, pages: Array, page_ids: Array, fmt: PageFormat, words: int) -> None:

@@ -1,0 +1,455 @@
+"""PTX instructions for Mosaic GPU kernels that are written one thread at a time.
+
+Each function emits the instruction it is named after and returns its results as MLIR values; arithmetic that MLIR has
+is taken from MLIR. A kernel body gets its operands as plain addresses (:func:`launch`) and controls flow with
+:func:`when`, :func:`choose` and :func:`loop`. This module holds every private import of the kernels: JAX offers no
+public way to the MLIR builders. Tried on JAX 0.11.2 and 0.12.0.
+
+Inline PTX that synchronises lanes is marked as having side effects, so that LLVM neither moves nor duplicates it; pure
+arithmetic and ``mma`` are not. Branches around a ``.sync`` instruction must be uniform in the warp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, scf
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+Value = ir.Value
+FULL_WARP = "0xffffffff"
+THREADS = 128  # a Mosaic thread is a warpgroup
+
+
+# ---------------------------------------------------------------- launching
+def launch(emit: Callable, out_types: Sequence[jax.ShapeDtypeStruct], *, blocks: int, smem_bytes: int, name: str):
+    """A kernel of ``blocks`` blocks of 128 threads whose body is ``emit(addresses, smem)``.
+
+    ``addresses`` are the i64 global addresses of the operands, then of the outputs; ``smem`` is the i32 address of the
+    block's shared memory.
+    """
+
+    def body(*refs):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+        def whole_kernel(ctx, *memory):
+            *arrays, smem = [mosaic_utils.memref_ptr(m) for m in memory]
+            emit([llvm.ptrtoint(_i64_type(), a) for a in arrays], llvm.ptrtoint(_i32_type(), smem))
+
+        whole_kernel(*refs)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=tuple(out_types),
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((-(-smem_bytes // 4),), jnp.float32)],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+
+
+# ---------------------------------------------------------------- types and constants
+def _i32_type():
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64_type():
+    return ir.IntegerType.get_signless(64)
+
+
+def _f32_type():
+    return ir.F32Type.get()
+
+
+def i32(x: int) -> Value:
+    """A 32-bit constant; values from 2**31 wrap."""
+    return arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), x - (1 << 32) if x >= 1 << 31 else x))
+
+
+def i64(x: int) -> Value:
+    return arith.constant(_i64_type(), ir.IntegerAttr.get(_i64_type(), x))
+
+
+def f32(x: float) -> Value:
+    return arith.constant(_f32_type(), ir.FloatAttr.get(_f32_type(), x))
+
+
+def asm(text: str, outs: str, args: Sequence[Value] = (), *, pure: bool = True):
+    """Inline PTX. ``outs`` has a letter for each result: r 32 bits, f float32. No result: None; one: a value; more: a
+    list."""
+    types = {"r": _i32_type, "f": _f32_type}
+    letter = {"i32": "r", "i64": "l", "f32": "f"}
+    constraints = ",".join([f"={o}" for o in outs] + [letter[str(a.type)] for a in args])
+    if not outs:
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), text, constraints, has_side_effects=True)
+        return None
+    if len(outs) == 1:
+        return llvm.inline_asm(types[outs](), list(args), text, constraints, has_side_effects=not pure)
+    struct = llvm.StructType.get_literal([types[o]() for o in outs])
+    result = llvm.inline_asm(struct, list(args), text, constraints, has_side_effects=not pure)
+    return [llvm.extractvalue(types[o](), result, [i]) for i, o in enumerate(outs)]
+
+
+def _vector(first: int, n: int) -> str:
+    """Operands first to first + n - 1 in braces."""
+    return "{" + ", ".join(f"${i}" for i in range(first, first + n)) + "}"
+
+
+def _registers(first: int, n: int) -> str:
+    """The same for loads and stores, whose single operand takes no braces."""
+    return _vector(first, n) if n > 1 else f"${first}"
+
+
+_VECTOR = {1: "b32", 2: "v2.b32", 4: "v4.b32"}
+
+
+# ---------------------------------------------------------------- integers
+def add(a: Value, b: Value | int) -> Value:
+    return arith.addi(a, _like(b, a))
+
+
+def sub(a: Value, b: Value | int) -> Value:
+    return arith.subi(a, _like(b, a))
+
+
+def mul(a: Value, b: Value | int) -> Value:
+    return arith.muli(a, _like(b, a))
+
+
+def div(a: Value, b: Value | int) -> Value:
+    """Unsigned division."""
+    return arith.divui(a, _like(b, a))
+
+
+def rem(a: Value, b: Value | int) -> Value:
+    """Unsigned remainder."""
+    return arith.remui(a, _like(b, a))
+
+
+def shl(a: Value, bits: int) -> Value:
+    return arith.shli(a, i32(bits))
+
+
+def shr(a: Value, bits: int) -> Value:
+    return arith.shrui(a, i32(bits))
+
+
+def bit_and(a: Value, b: Value | int) -> Value:
+    return arith.andi(a, _like(b, a))
+
+
+def bit_or(a: Value, b: Value) -> Value:
+    return arith.ori(a, b)
+
+
+def min_signed(a: Value, b: Value | int) -> Value:
+    return arith.minsi(a, _like(b, a))
+
+
+def max_signed(a: Value, b: Value | int) -> Value:
+    return arith.maxsi(a, _like(b, a))
+
+
+def min_unsigned(a: Value, b: Value | int) -> Value:
+    return arith.minui(a, _like(b, a))
+
+
+def _like(x: Value | int, other: Value) -> Value:
+    if not isinstance(x, int):
+        return x
+    return i64(x) if str(other.type) == "i64" else i32(x)
+
+
+def less(a: Value, b: Value | int) -> Value:
+    """Signed a < b, an i1."""
+    return arith.cmpi(arith.CmpIPredicate.slt, a, _like(b, a))
+
+
+def equal(a: Value, b: Value | int) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.eq, a, _like(b, a))
+
+
+def not_equal(a: Value, b: Value | int) -> Value:
+    return arith.cmpi(arith.CmpIPredicate.ne, a, _like(b, a))
+
+
+def both(a: Value, b: Value) -> Value:
+    return arith.andi(a, b)
+
+
+def opaque(x: Value | int) -> Value:
+    """An i32 that LLVM knows nothing about and computes here: no unrolling by it, no hoisting or widening of it."""
+    return asm("mov.b32 $0, $1;", "r", (i32(x) if isinstance(x, int) else x,), pure=False)
+
+
+def select(condition: Value, a: Value, b: Value) -> Value:
+    return arith.select(condition, a, b)
+
+
+def address(base: Value, index: Value, stride: int) -> Value:
+    """The i64 address ``base + index * stride`` for an unsigned i32 index and a stride in bytes."""
+    return add(base, mul(arith.extui(_i64_type(), index), stride))
+
+
+# ---------------------------------------------------------------- float32 and float16 pairs
+def fadd(a: Value, b: Value) -> Value:
+    return arith.addf(a, b)
+
+
+def fsub(a: Value, b: Value) -> Value:
+    return arith.subf(a, b)
+
+
+def fmul(a: Value, b: Value) -> Value:
+    return arith.mulf(a, b)
+
+
+def fma(a: Value, b: Value, c: Value) -> Value:
+    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", (a, b, c))
+
+
+def fmax(a: Value, b: Value) -> Value:
+    return asm("max.f32 $0, $1, $2;", "f", (a, b))
+
+
+def fabs(a: Value) -> Value:
+    return asm("abs.f32 $0, $1;", "f", (a,))
+
+
+def ex2(a: Value) -> Value:
+    """2**a, to 2**-22."""
+    return asm("ex2.approx.ftz.f32 $0, $1;", "f", (a,))
+
+
+def rcp(a: Value) -> Value:
+    return asm("rcp.rn.f32 $0, $1;", "f", (a,))
+
+
+def bits_of(a: Value) -> Value:
+    return asm("mov.b32 $0, $1;", "r", (a,))
+
+
+def float_of(a: Value) -> Value:
+    """The float32 of these bits."""
+    return asm("mov.b32 $0, $1;", "f", (a,))
+
+
+def power_of_two(e: Value) -> Value:
+    """2**e as float32 for an i32 e, clamped to -126..127."""
+    return float_of(shl(add(max_signed(min_signed(e, 127), -126), 127), 23))
+
+
+def tree(f: Callable, xs: Sequence[Value]) -> Value:
+    """Reduces values pairwise."""
+    xs = list(xs)
+    while len(xs) > 1:
+        xs = [f(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
+    return xs[0]
+
+
+def hmul2(a: Value, b: Value) -> Value:
+    """Product of two pairs of float16."""
+    return asm("mul.rn.f16x2 $0, $1, $2;", "r", (a, b))
+
+
+def splat_half(pair: Value, which: int) -> Value:
+    """(x, x) of the low (0) or high (1) 16 bits x of a word."""
+    half = ("lo", "hi")[which]
+    return asm(f"{{ .reg .b16 lo, hi; mov.b32 {{lo, hi}}, $1; mov.b32 $0, {{{half}, {half}}}; }}", "r", (pair,))
+
+
+def unpack_pair(pair: Value, kind: str) -> list[Value]:
+    """The two float32 of a word of two ``kind`` ("f16" or "bf16") numbers, low half first."""
+    if kind == "bf16":
+        return [float_of(shl(pair, 16)), float_of(bit_and(pair, 0xFFFF0000))]
+    return asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }", "ff", (pair,))
+
+
+def pack_pair(low: Value, high: Value, kind: str) -> Value:
+    """Two float32 rounded to a word of two ``kind`` numbers."""
+    return asm(f"cvt.rn.{kind}x2.f32 $0, $2, $1;", "r", (low, high))
+
+
+def prmt(a: Value, b: Value, selector: int) -> Value:
+    """Picks four bytes of b:a (a is bytes 0 to 3), one a nibble of the selector."""
+    return asm(f"prmt.b32 $0, $1, $2, {selector:#x};", "r", (a, b))
+
+
+# ---------------------------------------------------------------- threads and barriers
+def special_register(name: str) -> Value:
+    """Read anew at every call: what hangs on it is computed again, not kept in registers from an earlier stage."""
+    return asm(f"mov.u32 $0, %{name};", "r", pure=False)
+
+
+def warp_index(tid: Value) -> Value:
+    """tid / 32, in a form the compiler knows to be uniform in the warp."""
+    return asm(f"shfl.sync.idx.b32 $0, $1, 0, 31, {FULL_WARP};", "r", (shr(tid, 5),), pure=False)
+
+
+def shfl_xor(a: Value, lanes: int) -> Value:
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {lanes}, 31, {FULL_WARP};", "f", (a,), pure=False)
+
+
+def reduce_lanes(f: Callable, a: Value, lanes: Sequence[int]) -> Value:
+    """Butterfly reduction over the lanes whose index differs in the bits ``lanes``."""
+    for distance in lanes:
+        a = f(a, shfl_xor(a, distance))
+    return a
+
+
+def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
+    """i1, uniform in the warp: in some lane, one of two pairs (a, b) has a > b."""
+    (a, b), (c, d) = pairs
+    vote = asm(
+        "{ .reg .pred p, q; setp.gt.f32 p, $1, $2; setp.gt.f32 q, $3, $4; or.pred p, p, q; "
+        f"vote.sync.any.pred p, p, {FULL_WARP}; selp.b32 $0, 1, 0, p; }}",
+        "r",
+        (a, b, c, d),
+        pure=False,
+    )
+    return not_equal(vote, 0)
+
+
+def sync_warp() -> None:
+    asm(f"bar.warp.sync {FULL_WARP};", "")
+
+
+def sync_block() -> None:
+    asm("bar.sync 0;", "")
+
+
+def mbarrier_init(barrier: Value, count: int) -> None:
+    """``count`` barriers in a row, each with one arrival a phase."""
+    inits = " ".join(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;" for i in range(count))
+    asm(f"{inits} fence.mbarrier_init.release.cluster;", "", (barrier,))
+
+
+def mbarrier_wait(barrier: Value, parity: Value) -> None:
+    asm(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }",
+        "",
+        (barrier, parity),
+    )
+
+
+def bulk_copy(condition: Value, barrier: Value, to_shared: Value, from_global: Value, size: int) -> None:
+    """Where ``condition`` (i1): starts one copy of ``size`` bytes, a multiple of 16, that completes a phase of the
+    barrier."""
+    asm(
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; "
+        f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {size}; "
+        "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        f"[$2], [$3], {size}, [$1]; }}",
+        "",
+        (arith.extui(_i32_type(), condition), barrier, to_shared, from_global),
+    )
+
+
+def bulk_prefetch(condition: Value, from_global: Value, size: Value) -> None:
+    """Where ``condition``: asks for ``size`` bytes, a multiple of 16 and not 0, to be brought into the L2 cache."""
+    asm(
+        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
+        "",
+        (arith.extui(_i32_type(), condition), from_global, size),
+    )
+
+
+# ---------------------------------------------------------------- memory
+def load_global(n: int, pointer: Value, offset: int = 0, kind: str = "r", *, ordered: bool = False):
+    """n (1, 2 or 4) words through the read-only path; ``ordered``: an ordinary load, which the assembler leaves behind
+    a sync_warp."""
+    text = f"ld.global{'' if ordered else '.nc'}.{_VECTOR[n]} {_registers(0, n)}, [${n}+{offset}];"
+    return asm(text, kind * n, (pointer,), pure=False)
+
+
+def store_global(values: Sequence[Value], pointer: Value, offset: int = 0) -> None:
+    n = len(values)
+    asm(f"st.global.{_VECTOR[n]} [$0+{offset}], {_registers(1, n)};", "", (pointer, *values))
+
+
+def store_global_as(value: Value, pointer: Value, offset: int, kind: str) -> None:
+    """Stores a float32 as f32, f16 or bf16."""
+    if kind == "f32":
+        store_global([value], pointer, offset)
+        return
+    asm(
+        f"{{ .reg .b16 h; cvt.rn.{kind}.f32 h, $1; st.global.b16 [$0+{offset}], h; }}",
+        "",
+        (pointer, value),
+    )
+
+
+def load_shared(n: int, pointer: Value, offset: int = 0, kind: str = "r"):
+    text = f"ld.shared.{_VECTOR[n]} {_registers(0, n)}, [${n}+{offset}];"
+    return asm(text, kind * n, (pointer,), pure=False)
+
+
+def load_shared_byte(pointer: Value, offset: int = 0, *, signed: bool = False) -> Value:
+    return asm(f"ld.shared.{'s8' if signed else 'u8'} $0, [$1+{offset}];", "r", (pointer,), pure=False)
+
+
+def store_shared(values: Sequence[Value], pointer: Value, offset: int = 0) -> None:
+    n = len(values)
+    asm(f"st.shared.{_VECTOR[n]} [$0+{offset}], {_registers(1, n)};", "", (pointer, *values))
+
+
+# ---------------------------------------------------------------- matrices
+def ldmatrix(n: int, pointer: Value, offset: int = 0, *, transpose: bool):
+    """n (1, 2 or 4) 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i // 8."""
+    trans = ".trans" if transpose else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 {_vector(0, n)}, [${n}+{offset}];"
+    out = asm(text, "r" * n, (pointer,), pure=False)
+    return [out] if n == 1 else out
+
+
+def movmatrix(a: Value) -> Value:
+    """Transposes an 8 x 8 matrix of 16-bit numbers that lies across the warp."""
+    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", (a,), pure=False)
+
+
+def mma(accumulator: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str = "f16") -> list[Value]:
+    """``mma.m16n8k16`` (four words of A), or m16n8k8 (two words), into float32."""
+    k = 4 * len(a)
+    last = 4 + len(a) + len(b)
+    return asm(
+        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {_vector(0, 4)}, "
+        f"{_vector(4, len(a))}, {_vector(4 + len(a), len(b))}, {_vector(last, 4)};",
+        "ffff",
+        (*a, *b, *accumulator),
+    )
+
+
+# ---------------------------------------------------------------- control flow
+@contextlib.contextmanager
+def when(condition: Value):
+    """The body runs where the i1 is true."""
+    branch = scf.IfOp(condition)
+    with ir.InsertionPoint(branch.then_block):
+        yield
+        scf.yield_([])
+
+
+def choose(condition: Value, then: Callable[[], Sequence[Value]], otherwise: Sequence[Value]) -> list[Value]:
+    """``then()`` where the i1 is true, else the values ``otherwise``."""
+    branch = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(list(then()))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(list(otherwise))
+    return list(branch.results)
+
+
+def loop(
+    start: Value, stop: Value, step: Value, init: Sequence[Value], body: Callable[..., Sequence[Value]]
+) -> list[Value]:
+    """``for i in range(start, stop, step): state = body(i, *state)``, not unrolled; returns the last state."""
+    op = scf.ForOp(start, stop, step, list(init))
+    with ir.InsertionPoint(op.body):
+        asm('.pragma "nounroll";', "")
+        scf.yield_(list(body(op.induction_variable, *op.inner_iter_args)))
+    return list(op.results)
