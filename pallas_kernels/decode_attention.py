@@ -1,7 +1,8 @@
-"""Attention of a few new tokens over a quantized layer: pages, edge pages, sink, key tail, value window, and the new tokens.
+"""Attention of a few new tokens over a quantized layer: pages, edge pages, sink, key tail, value window, and the new
+tokens.
 
-The reference here is plain ``jax.numpy`` and runs everywhere. Its cost grows with the longest cached sequence of the batch, not with
-the capacity: the loop over pages has a run-time bound.
+The reference here is plain ``jax.numpy`` and runs everywhere. Its cost grows with the longest cached sequence of the
+batch, not with the capacity: the loop over pages has a run-time bound.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def decode_attention(
 ) -> Array:
     """Attends from new tokens over everything cached before them and over themselves, causally.
 
-    The new tokens are *not* in ``kv`` yet; they count as full precision (DESIGN section 1: a step inserts, attends, then
-    quantizes). Query head n reads KV head ``n // Q``, Q = N / K.
+    The new tokens are *not* in ``kv`` yet; they count as full precision (DESIGN section 1: a step inserts, attends,
+    then quantizes). Query head n reads KV head ``n // Q``, Q = N / K.
 
     Args:
         q: [B, T, N, D] queries of the T new tokens, after rotary embedding.
@@ -46,8 +47,8 @@ def decode_attention(
         implementation: "auto", "mosaic" or "xla".
 
     Returns:
-        [B, T, N, D] in q's dtype. Rows of padding tokens are finite and meaningless; a token that sees no key cannot occur, it
-        sees itself.
+        [B, T, N, D] in q's dtype. Rows of padding tokens are finite and meaningless; a token that sees no key cannot
+        occur, it sees itself.
 
     Raises:
         ValueError: shapes disagree, or the named implementation cannot run these arguments here.
@@ -84,7 +85,8 @@ def _logits(q: Array, keys: Array, scale: float) -> Array:
 
 
 def attend_pages(q: Array, kv: LayerKV, page_table: Array, lengths: Array, scale: float) -> Partial:
-    """Partial over the pages. q: float32 [B, K, Q, T, D]. Pages whose values are still in the ring take them from there."""
+    """Partial over the pages. q: float32 [B, K, Q, T, D]. Pages whose values are still in the ring take them from
+    there."""
     _, n_k, n_v = kv.counts(lengths)
     g, ring = kv.fmt.page, kv.ring_values.shape[2]
 

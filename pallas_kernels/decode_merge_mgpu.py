@@ -1,0 +1,179 @@
+"""Merging partial results: the warps of a block in shared memory, and the blocks of a sequence and head in a second
+kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kitty_jax.pallas_kernels import mosaic_ptx as ptx
+from kitty_jax.pallas_kernels.decode_block_mgpu import LANES_OF_A_COLUMN, Block, Running, query_row
+from kitty_jax.pallas_kernels.decode_plan import COLUMNS, WARPS, DecodePlan, tile_unit
+from kitty_jax.pallas_kernels.mosaic_ptx import Value
+
+TILE_STATS = 2 * COLUMNS * 4  # bytes: 8 maxima, 8 sums
+SMALLEST_SUM = 1e-30
+
+
+def page_channel(block: Block, tile: int, rh: int) -> tuple[Value, float]:
+    """(channel of row 8 rh + g of an o tile of the page stage, its unit)."""
+    return ptx.add(block.g, 16 * tile + 8 * rh), tile_unit(tile)
+
+
+def dense_channel(block: Block, tile: int, rh: int) -> tuple[Value, float]:
+    """The same for the full-precision stage."""
+    return ptx.add(ptx.mul(block.g, 8), 64 * (tile // 4) + 2 * (tile % 4) + rh), 1.0
+
+
+def store_partial(block: Block, state: Running, slot: int, index: int, channel: Callable) -> None:
+    """The warp's partial result to shared memory: o as float32 [D][8] at ``slot`` of its part, m and l as tile 4 *
+    index + warp."""
+    ptx.sync_warp()
+    total = [ptx.reduce_lanes(ptx.fadd, x, LANES_OF_A_COLUMN) for x in state.l]
+    bias = [ptx.reduce_lanes(ptx.fadd, x, LANES_OF_A_COLUMN) for x in state.bias]
+    own_columns = ptx.mul(block.c, 8)
+    stats = ptx.add(block.smem, ptx.add(ptx.mul(block.warp, TILE_STATS), own_columns))
+    offset = block.plan.smem.stats + index * WARPS * TILE_STATS
+    ptx.store_shared(state.m, stats, offset)
+    ptx.store_shared(total, stats, offset + 4 * COLUMNS)
+    base = ptx.add(ptx.add(block.warp_base, slot), own_columns)
+    for tile, values in enumerate(state.o):
+        for rh in range(2):
+            row, unit = channel(block, tile, rh)
+            pair = values[2 * rh : 2 * rh + 2]
+            if bias:
+                pair = [ptx.fma(pair[k], ptx.f32(unit), bias[k]) for k in range(2)]
+            ptx.store_shared(pair, ptx.add(base, ptx.mul(row, 4 * COLUMNS)))
+
+
+def merge_warps(block: Block, slots: list[int], out: Value, stats_out: Value | None) -> None:
+    """Merges the partial results at ``slots`` of every warp, and writes the output or this block's partial result."""
+    plan, smem = block.plan, block.smem
+    tiles = WARPS * len(slots)
+    stats = ptx.add(smem, plan.smem.stats)
+    summary = plan.smem.stats + 2 * WARPS * TILE_STATS
+    ptx.sync_block()
+    with ptx.when(ptx.less(block.tid, COLUMNS)):
+        own = ptx.add(stats, ptx.mul(block.tid, 4))
+        m = [ptx.load_shared(1, own, TILE_STATS * i, "f") for i in range(tiles)]
+        top = ptx.tree(ptx.fmax, m)
+        factors = [ptx.ex2(ptx.fsub(x, top)) for x in m]
+        sums = [ptx.load_shared(1, own, TILE_STATS * i + 4 * COLUMNS, "f") for i in range(tiles)]
+        for i, factor in enumerate(factors):
+            ptx.store_shared([factor], own, TILE_STATS * i)
+        total = ptx.tree(ptx.fadd, [ptx.fmul(x, f) for x, f in zip(sums, factors, strict=True)])
+        own = ptx.add(smem, ptx.mul(block.tid, 4))
+        ptx.store_shared([top], own, summary)
+        ptx.store_shared([total], own, summary + 4 * COLUMNS)
+    ptx.sync_block()
+    with ptx.when(ptx.less(block.tid, plan.head_dim)):
+        halves = range(-(-plan.stored_columns // 4))
+        columns = [x for half in halves for x in _channel_sums(block, slots, half)][: plan.stored_columns]
+        if stats_out is None:
+            _write_output(block, columns, out, summary)
+        else:
+            row = ptx.mul(block.partial, plan.stored_columns)
+            pointer = ptx.address(ptx.address(out, row, 4 * plan.head_dim), block.tid, 4)
+            for j, x in enumerate(columns):
+                ptx.store_global([x], pointer, 4 * plan.head_dim * j)
+    if stats_out is not None:
+        with ptx.when(ptx.less(block.tid, 4)):
+            own = ptx.mul(block.tid, 16)
+            words = ptx.load_shared(4, ptx.add(smem, own), summary)
+            ptx.store_global(words, ptx.address(ptx.address(stats_out, block.partial, TILE_STATS), block.tid, 16))
+
+
+def _channel_sums(block: Block, slots: list[int], half: int) -> list[Value]:
+    """Channel tid's sum over all warps for columns 4 half ... 4 half + 3."""
+    plan = block.plan
+    first_warp = ptx.add(block.smem, plan.smem.warps)
+    channel = ptx.add(first_warp, ptx.mul(block.tid, 4 * COLUMNS))
+    sums = [ptx.f32(0.0)] * 4
+    for index, slot in enumerate(slots):
+        for warp in range(WARPS):
+            factor_at = plan.smem.stats + (index * WARPS + warp) * TILE_STATS + 16 * half
+            factors = ptx.load_shared(4, block.smem, factor_at, "f")
+            o = ptx.load_shared(4, channel, warp * plan.smem.warp_bytes + slot + 16 * half, "f")
+            sums = [ptx.fma(x, f, s) for x, f, s in zip(o, factors, sums, strict=True)]
+    return sums
+
+
+def _write_output(block: Block, columns: list[Value], out: Value, summary: int) -> None:
+    """out [B, T, N, D]: channel tid of the block's columns, divided by the sums of weights."""
+    plan = block.plan
+    size = {"f32": 4}.get(plan.out_kind, 2)
+    for j, x in enumerate(columns):
+        column = ptx.add(ptx.mul(block.column_group, COLUMNS), j)
+
+        def write(column=column, x=x, j=j):
+            total = ptx.load_shared(1, block.smem, summary + 4 * (COLUMNS + j), "f")
+            row = query_row(block, column)
+            pointer = ptx.address(ptx.address(out, row, size * plan.head_dim), block.tid, size)
+            y = ptx.fmul(x, ptx.rcp(ptx.fmax(total, ptx.f32(SMALLEST_SUM))))
+            ptx.store_global_as(y, pointer, 0, plan.out_kind)
+
+        if plan.column_groups == 1:
+            write()
+        else:
+            with ptx.when(ptx.less(column, plan.columns)):
+                write()
+
+
+MERGE_UNROLL = 4
+MERGE_SMEM = WARPS * (32 * 4 * 4 + 16)
+
+
+def emit_merge(plan: DecodePlan, addresses: list[Value], smem: Value) -> None:
+    """The second kernel: a block for each row of the output. Warp w takes partial results w, w + 4, ...; a lane four
+    channels.
+
+    Operands: o float32 [partials, columns, D], stats float32 [partials, 16], out [B, T, N, D].
+    """
+    o, stats, out = addresses
+    tid, row = ptx.special_register("tid.x"), ptx.special_register("ctaid.x")
+    lane, warp = ptx.bit_and(tid, 31), ptx.warp_index(tid)
+    heads = plan.kv_heads * plan.group
+    n, bt = ptx.rem(row, heads), ptx.div(row, heads)
+    b, token = ptx.div(bt, plan.tokens), ptx.rem(bt, plan.tokens)
+    h, i = ptx.div(n, plan.group), ptx.rem(n, plan.group)
+    column = ptx.add(ptx.mul(token, plan.group), i)
+    group, j = ptx.div(column, COLUMNS), ptx.rem(column, COLUMNS)
+    item = ptx.add(ptx.mul(ptx.add(ptx.mul(b, plan.kv_heads), h), plan.column_groups), group)
+    first = ptx.mul(item, plan.partials)
+    channel = ptx.mul(lane, 4) if plan.head_dim == 128 else ptx.mul(ptx.bit_and(lane, 15), 4)
+
+    def stat(index: Value, which: int) -> Value:
+        pointer = ptx.address(ptx.address(stats, ptx.add(first, index), TILE_STATS), j, 4)
+        return ptx.load_global(1, pointer, 4 * COLUMNS * which, "f")
+
+    last = plan.partials - 1
+    tops = [stat(ptx.min_signed(ptx.add(lane, 32 * k), last), 0) for k in range(-(-plan.partials // 32))]
+    top = ptx.reduce_lanes(ptx.fmax, ptx.tree(ptx.fmax, tops), (1, 2, 4, 8, 16))
+
+    def body(base: Value, *sums: Value):
+        loads = []
+        for k in range(MERGE_UNROLL):
+            index = ptx.add(base, WARPS * k)
+            inside, index = ptx.less(index, plan.partials), ptx.min_signed(index, last)
+            record = ptx.add(ptx.mul(ptx.add(first, index), plan.stored_columns), j)
+            pointer = ptx.address(ptx.address(o, record, 4 * plan.head_dim), channel, 4)
+            loads.append((inside, stat(index, 0), stat(index, 1), ptx.load_global(4, pointer, 0, "f")))
+        for inside, m, total, values in loads:
+            factor = ptx.select(inside, ptx.ex2(ptx.fsub(m, top)), ptx.f32(0.0))
+            sums = [ptx.fma(x, factor, s) for x, s in zip([*values, total], sums, strict=True)]
+        return sums
+
+    step = ptx.i32(WARPS * MERGE_UNROLL)
+    sums = ptx.loop(warp, ptx.i32(plan.partials), step, [ptx.f32(0.0)] * 5, body)
+    own = ptx.add(smem, ptx.add(ptx.mul(warp, 512), ptx.mul(lane, 16)))
+    ptx.store_shared(sums[:4], own)
+    totals = ptx.add(smem, WARPS * 512)
+    ptx.store_shared(sums[4:], ptx.add(totals, ptx.mul(warp, 4)))
+    ptx.sync_block()
+    with ptx.when(ptx.less(tid, plan.head_dim)):
+        channel_at = ptx.add(smem, ptx.mul(tid, 4))
+        x = ptx.tree(ptx.fadd, [ptx.load_shared(1, channel_at, 512 * w, "f") for w in range(WARPS)])
+        total = ptx.tree(ptx.fadd, [ptx.load_shared(1, totals, 4 * w, "f") for w in range(WARPS)])
+        size = {"f32": 4}.get(plan.out_kind, 2)
+        pointer = ptx.address(ptx.address(out, row, size * plan.head_dim), tid, size)
+        y = ptx.fmul(x, ptx.rcp(ptx.fmax(total, ptx.f32(SMALLEST_SUM))))
+        ptx.store_global_as(y, pointer, 0, plan.out_kind)

@@ -1,0 +1,61 @@
+"""Tuning of the kernels, by device and shape."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+SHARED_MEMORY = 233_472  # bytes a multiprocessor has for its blocks (compute capability 9.0)
+RESERVED_PER_BLOCK = 1_024
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeTuning:
+    """How decode attention is split.
+
+    Attributes:
+        multiprocessors: of the device.
+        blocks_per_multiprocessor: at most; registers set it, shared memory may lower it.
+        long_waves, short_waves: blocks to aim at, in blocks the device runs at once, when there are many pages a
+        block, and few.
+        splits: fixed number of splits instead, or 0.
+    """
+
+    multiprocessors: int = 132
+    blocks_per_multiprocessor: int = 4
+    long_waves: float = 2.0
+    short_waves: float = 0.5
+    splits: int = 0
+
+
+LONG_PAGES = 64  # pages of a warp, without splits, from which a sequence is long
+
+
+DECODE_TUNINGS: dict[str, DecodeTuning] = {
+    "NVIDIA H200": DecodeTuning(),
+    "NVIDIA H100 80GB HBM3": DecodeTuning(),
+    "NVIDIA H100 PCIe": DecodeTuning(multiprocessors=114),
+}
+
+
+def decode_tuning() -> DecodeTuning:
+    """The tuning of the default device; the H200's where there is no GPU or none that was measured."""
+    return DECODE_TUNINGS.get(jax.devices()[0].device_kind, DecodeTuning())
+
+
+def decode_splits(tuning: DecodeTuning, *, work_items: int, pages: int, warps: int, smem_bytes: int) -> int:
+    """Blocks that share one sequence and KV head.
+
+    Lengths are not known when the kernel is built, so the longest sequence that the page table has room for counts.
+    One block a work
+    item is best where that fills the device: nothing has to be merged.
+    """
+    if tuning.splits:
+        return tuning.splits
+    per_sm = max(1, min(tuning.blocks_per_multiprocessor, SHARED_MEMORY // (smem_bytes + RESERVED_PER_BLOCK)))
+    slots = tuning.multiprocessors * per_sm
+    if work_items >= slots or pages <= warps:
+        return 1
+    waves = tuning.long_waves if work_items * pages // warps > LONG_PAGES * slots // 4 else tuning.short_waves
+    return max(1, min(-(-pages // warps), round(waves * slots / work_items)))

@@ -1,0 +1,244 @@
+"""The Mosaic GPU decode-attention kernel: lowering everywhere, numbers on a GPU against the float32 reference on the
+same codes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kitty_jax.pallas_kernels.decode_attention import decode_attention
+from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan, unsupported
+from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat
+from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
+from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits
+
+# Relative error of the norm: over the whole output, and of the worst token. The first is the requirement. What makes
+# the second is the rounding of q * scale to float16 (2**-12 of each product): an emulation of that in float64 gives
+# 2.1e-3 for the sharpest token here.
+TOLERANCE, WORST_TOKEN = 1e-3, 3e-3
+G = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call: shapes, format, lengths and how the pages are split."""
+
+    lengths: tuple[int, ...]
+    tokens: int = 1
+    kv_heads: int = 2
+    group: int = 4
+    head_dim: int = 128
+    boosted: int = 16
+    value_bits: int = 2
+    sink: int = 32
+    window: int = 128
+    dtype: str = "bfloat16"
+    pages: int = 8
+    splits: int = 1
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+    query_scale: float = 1.0
+    num_new: tuple[int, ...] | None = None
+    sharpness: float = 1.0  # size of the logits against that of the other cases; a logit's rounding error grows with it
+
+    @property
+    def fmt(self) -> PageFormat:
+        return PageFormat(G, self.head_dim, self.boosted, self.value_bits)
+
+    def arguments(self) -> tuple:
+        """Shapes of the arguments of decode_attention, as arrays without content."""
+        b, k, d, dtype = len(self.lengths), self.kv_heads, self.head_dim, jnp.dtype(self.dtype)
+        pool = b * self.pages
+        array, word, index = (functools.partial(_struct, t) for t in (dtype, jnp.uint32, jnp.int32))
+        kv = LayerKV(
+            key_pages=word(pool, k, self.fmt.key_words),
+            value_pages=word(pool, k, self.fmt.value_words),
+            sink_keys=array(b, k, self.sink, d),
+            sink_values=array(b, k, self.sink, d),
+            tail_keys=array(b, k, G, d),
+            ring_values=array(b, k, self.window + G, d),
+            fmt=self.fmt,
+        )
+        new = array(b, self.tokens, k, d)
+        return array(b, self.tokens, k * self.group, d), new, new, kv, index(b, self.pages), index(b), index(b)
+
+    def random(self, seed: int = 0) -> tuple:
+        """Arguments with random content: keys with a few strong channels, a scrambled page table, every slot filled."""
+        b, k, d, dtype = len(self.lengths), self.kv_heads, self.head_dim, jnp.dtype(self.dtype)
+        keys = iter(jax.random.split(jax.random.key(seed), 16))
+        channel = jnp.exp(jax.random.normal(next(keys), (k, 1, d)))
+
+        def key_like(*shape):
+            return self.key_scale * channel * (0.3 + jax.random.normal(next(keys), (*shape[:1], k, *shape[1:], d)))
+
+        def value_like(*shape):
+            return self.value_scale * jax.random.normal(next(keys), (*shape[:1], k, *shape[1:], d))
+
+        pool = b * self.pages
+        kv = LayerKV(
+            key_pages=jax.jit(quantize_keys, static_argnums=1)(key_like(pool, G), self.fmt),
+            value_pages=jax.jit(quantize_values, static_argnums=1)(value_like(pool, G), self.fmt),
+            sink_keys=key_like(b, self.sink).astype(dtype),
+            sink_values=value_like(b, self.sink).astype(dtype),
+            tail_keys=key_like(b, G).astype(dtype),
+            ring_values=value_like(b, self.window + G).astype(dtype),
+            fmt=self.fmt,
+        )
+        q = self.query_scale * 0.4 * jax.random.normal(next(keys), (b, self.tokens, k * self.group, d))
+        q = q.astype(dtype).astype(jnp.float32)  # float32 with the buffers' precision: the output is not rounded
+        new = [jnp.swapaxes(x(b, self.tokens), 1, 2).astype(dtype) for x in (key_like, value_like)]
+        table = jax.random.permutation(next(keys), pool).reshape(b, self.pages).astype(jnp.int32)
+        num_new = self.num_new or (self.tokens,) * b
+        return q, *new, kv, table, jnp.array(self.lengths, jnp.int32), jnp.array(num_new, jnp.int32)
+
+    def kernel(self, *arguments):
+        return decode_attention_mosaic(*arguments, self.head_dim**-0.5, DecodeTuning(splits=self.splits))
+
+
+def _struct(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+BOUNDARIES = (0, 1, 31, 32, 33, 159, 160, 161, 287, 288, 289, 32 + 3 * G - 1, 32 + 3 * G, 32 + 3 * G + 1)
+LOWERED = [
+    Case((1, 2), head_dim=d, boosted=c, value_bits=bits, group=group, splits=splits)
+    for d in (64, 128)
+    for c, bits, group, splits in (
+        (0, 2, 1, 1),
+        (8, 2, 2, 3),
+        (d // 8, 2, 4, 1),
+        (24, 4, 5, 2),
+        (d // 4, 2, 8, 2),
+        (d, 4, 16, 1),
+    )
+] + [
+    Case((1, 2), tokens=8, group=5, dtype="float16"),
+    Case((1, 2), tokens=3, dtype="float32", sink=0, window=0),
+    Case((1, 2), pages=0),
+]
+
+
+@pytest.mark.parametrize("case", LOWERED, ids=str)
+def test_lowers_for_cuda_without_a_gpu(case):
+    lowered = jax.jit(case.kernel).trace(*case.arguments()).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("mosaic_gpu_v2") == (1 if case.splits == 1 else 2)
+
+
+def test_says_what_it_does_not_take():
+    def reason(scale=0.1, **changes):
+        case = Case((1,), **changes)
+        q, _, _, kv, *_ = case.arguments()
+        return unsupported(q, kv, scale)
+
+    assert reason() is None
+    assert "head sizes (64, 128), got 80" in reason(head_dim=80)
+    assert "multiples of 8, got 12" in reason(boosted=12)
+    assert "got 256" in reason(tokens=32, group=8)
+    assert "positive Python number" in reason(scale=-1.0)
+    q, _, _, kv, *_ = Case((1,)).arguments()
+    other = dataclasses.replace(kv, fmt=PageFormat(64, 128, 16, 2))
+    assert "pages of 128 tokens, got 64" in unsupported(q, other, 0.1)
+    mixed = dataclasses.replace(kv, ring_values=_struct(jnp.float16, *kv.ring_values.shape))
+    assert "buffers of one dtype" in unsupported(q, mixed, 0.1)
+
+
+def test_named_kernel_without_a_gpu_is_an_error():
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match="not an NVIDIA GPU"):
+        decode_attention(*Case((1,)).random(), implementation="mosaic")
+
+
+@pytest.mark.parametrize(
+    "work_items, pages, low, high",
+    [(256, 256, 1, 8), (8, 1024, 33, 132), (2048, 16, 1, 1), (1, 0, 1, 1), (8, 4, 1, 1)],
+)
+def test_splits_fill_the_device_and_no_more(work_items, pages, low, high):
+    splits = decode_splits(DecodeTuning(), work_items=work_items, pages=pages, warps=4, smem_bytes=54_000)
+    assert low <= splits <= high
+
+
+def test_plan_counts_blocks():
+    plan = make_plan(*(Case((1, 2), tokens=3, group=5).arguments()[i] for i in (0, 3, 4)), 0.1, DecodeTuning(splits=2))
+    assert (plan.columns, plan.column_groups, plan.partials) == (15, 2, 3)
+    assert plan.blocks == 2 * 2 * 2 * 3
+
+
+def relative_errors(case: Case, seed: int = 0) -> tuple[float, float]:
+    """(over the whole output, of the worst real token)."""
+    arguments = case.random(seed)
+    reference = functools.partial(decode_attention, scale=case.head_dim**-0.5, implementation="xla")
+    want = np.asarray(jax.jit(reference)(*arguments), np.float64)
+    got = np.asarray(jax.jit(case.kernel)(*arguments), np.float64)
+    assert np.isfinite(got).all()
+    real = np.arange(case.tokens) < np.asarray(arguments[-1])[:, None]
+    error, size = (np.linalg.norm(x[real].reshape(real.sum(), -1), axis=-1) for x in (got - want, want))
+    return float(np.linalg.norm(error) / np.linalg.norm(size)), float((error / size).max())
+
+
+NUMERIC = [
+    Case(BOUNDARIES),
+    Case(BOUNDARIES, splits=3),
+    Case(BOUNDARIES, dtype="float16", splits=2),
+    Case(BOUNDARIES, dtype="float32"),
+    Case(BOUNDARIES, head_dim=64, boosted=8, kv_heads=3, group=3),
+    Case(BOUNDARIES, head_dim=64, boosted=16, splits=2),
+    Case(BOUNDARIES, sink=0, window=0),
+    Case(BOUNDARIES, sink=0, window=0, head_dim=64, boosted=0, splits=3),
+    Case(BOUNDARIES, sink=7, window=300),
+    Case((1500, 800, 130), sink=3, window=900, pages=12),
+    Case((1000, 5), boosted=0),
+    Case((1000, 5), boosted=24),
+    Case((1000, 5), boosted=32),
+    Case((1000, 5), boosted=128, value_bits=4),
+    Case((1000, 5), head_dim=64, boosted=64, value_bits=4),
+    Case((1000, 5), head_dim=64, boosted=24, value_bits=4, splits=2),
+    *(Case((700, 33), group=group) for group in (1, 2, 5, 8, 16)),
+    *(Case((700, 33), group=group, splits=2) for group in (3, 16)),
+    *(Case((700, 300, 17), tokens=t) for t in range(2, 9)),
+    Case((700, 300, 17), tokens=8, num_new=(8, 3, 0), splits=2),
+    Case((700, 300, 17), tokens=20, num_new=(20, 17, 16)),
+    Case((700, 33), key_scale=3e3, query_scale=3e-4),
+    Case((700, 33), key_scale=1e6, query_scale=1e-6),
+    Case((700, 33), key_scale=1e-3, query_scale=1e3),
+    Case((700, 33), value_scale=1e3),
+    Case((700, 33), value_scale=1e6),
+    Case((700, 33), value_scale=1e-2, value_bits=4),
+    Case((700, 33), query_scale=8.0, sharpness=4.0),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NUMERIC, ids=str)
+def test_matches_the_float32_reference(case):
+    total, worst = relative_errors(case)
+    print(f"relative error {total:.1e}, worst token {worst:.1e}: {case}")
+    assert total < TOLERANCE * case.sharpness
+    assert worst < WORST_TOKEN * case.sharpness
+
+
+@pytest.mark.gpu
+def test_same_bits_from_run_to_run():
+    case = Case((5000, 900, 40, 4097), pages=40, splits=5)
+    arguments = case.random()
+    run = jax.jit(case.kernel)
+    first = np.asarray(run(*arguments))
+    for _ in range(5):
+        assert (np.asarray(run(*arguments)) == first).all()
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_and_output_has_the_dtype_of_q():
+    case = Case((700, 33))
+    q, *rest = case.random()
+    q = q.astype(jnp.bfloat16)
+    call = functools.partial(decode_attention, q, *rest)
+    out = call(implementation="auto")
+    assert out.dtype == jnp.bfloat16
+    assert (out == call(implementation="mosaic")).all()
+    np.testing.assert_allclose(
+        np.asarray(out, np.float32), np.asarray(call(implementation="xla"), np.float32), atol=0.02, rtol=0.02
+    )
