@@ -13,9 +13,11 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 .PHONY: demo test lint fetch clean
 .DELETE_ON_ERROR:
 
+# Compiled programs are kept in .cache, so that a second demo starts sooner.
 demo: $(VENV)/.installed
 	$(RUN) scripts/fetch_demo.py --what smollm2
-	$(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE"
+	JAX_COMPILATION_CACHE_DIR="$${JAX_COMPILATION_CACHE_DIR:-.cache/xla}" \
+	  $(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE"
 
 test: lint
 	$(RUN) -m pytest

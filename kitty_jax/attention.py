@@ -18,7 +18,8 @@ from jax import Array
 
 from kitty_jax.pallas_kernels.decode_attention import decode_attention
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.state import FullLayer, Layer
+from kitty_jax.rotation import rotate
+from kitty_jax.state import FullLayer, Layer, QuantizedLayer
 from kitty_jax.update import append_chunk, insert_token, ordered
 
 QUERY_BLOCK = 256  # queries attended at a time on the XLA path: bounds the logits at B * N * 256 * keys
@@ -43,7 +44,7 @@ class Step:
 
 def attend_fresh(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
     """Prompt tokens [B, T] into an empty state."""
-    return causal_attention(q, k, v), _append(step, layer, q, k, v)
+    return causal_attention(q, k, v), _append(step, layer, q, k, _turn(layer, v))
 
 
 def attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
@@ -51,10 +52,11 @@ def attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tupl
     if isinstance(layer, FullLayer):
         layer = _append(step, layer, q, k, v)
         return masked_attention(q, layer.keys, layer.values, step.lengths), layer
+    v = _turn(layer, v)
     out = decode_attention(
         q, k, v, layer.kv, step.page_table, step.lengths, step.num_new, implementation=step.implementation
     )
-    return out, _append(step, layer, q, ordered(k, out), ordered(v, out))
+    return _turn(layer, out), _append(step, layer, q, ordered(k, out), ordered(v, out))
 
 
 def attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
@@ -63,11 +65,17 @@ def attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tupl
     if isinstance(layer, FullLayer):
         layer = insert_token(layer, k[:, 0], v[:, 0], step.lengths, active)
         return _decode_full(q, layer, step.lengths), layer
+    v = _turn(layer, v)
     out = decode_attention(
         q, k, v, layer.kv, step.page_table, step.lengths, step.num_new, implementation=step.implementation
     )
     k, v = ordered(k, out), ordered(v, out)
-    return out, insert_token(layer, k[:, 0], v[:, 0], step.lengths, active, q[:, 0])
+    return _turn(layer, out), insert_token(layer, k[:, 0], v[:, 0], step.lengths, active, q[:, 0])
+
+
+def _turn(layer: Layer, x: Array) -> Array:
+    """Values into the layer's basis, or attention outputs back from it (the rotation is its own inverse)."""
+    return rotate(x) if isinstance(layer, QuantizedLayer) and layer.config.rotate_values else x
 
 
 def _append(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> Layer:

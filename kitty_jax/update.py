@@ -181,7 +181,10 @@ def _flush_layer(
     keys = _store_keys(layer, kv.tail_keys, ids, k0, layer.query_squares, implementation)
     ids = _page_ids(kv, state.page_table, v0[:, None], v1)[:, 0]
     starts = v0 * kv.fmt.page % kv.ring_values.shape[2]
-    values = store_value_pages(kv.value_pages, kv.ring_values, starts, ids, kv.fmt, implementation=implementation)
+    shrink = layer.config.value_shrink
+    values = store_value_pages(
+        kv.value_pages, kv.ring_values, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
+    )
     return keys, values
 
 
@@ -272,8 +275,9 @@ def append_chunk(
         page = v0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, v1).reshape(-1)
         rows = gather(values, kv.ring_values, v0 * g, pages)
+        shrink, starts = layer.config.value_shrink, jnp.zeros_like(ids)
         value_pool = store_value_pages(
-            value_pool, rows, jnp.zeros_like(ids), ids, kv.fmt, implementation=implementation
+            value_pool, rows, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
         )
     kv = dataclasses.replace(
         kv,

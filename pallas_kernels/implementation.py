@@ -13,7 +13,7 @@ IMPLEMENTATIONS: tuple[str, ...] = ("auto", "mosaic", "xla")
 
 @functools.cache
 def device_unsupported() -> str | None:
-    """Why the default device cannot run the Mosaic kernels, or None. They need Hopper or newer (bulk copies, mbarriers)."""
+    """Why the default device cannot run the Mosaic kernels, or None. Bulk copies and mbarriers need Hopper or newer."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"the default device is {device.platform}, not an NVIDIA GPU"

@@ -1,22 +1,23 @@
 """Fragment-major packing of 2-bit codes: the only statement of bit order in this project.
 
-The tensor core's ``mma.m16n8k16`` takes its A operand as 16 x 16 tiles. Lane ``4 * g + c`` (g 0..7, c 0..3) holds, for each half
-tile of 8 columns, the entries in rows ``g`` and ``g + 8`` (rh = 0, 1) and columns ``2 * c + e`` (e = 0, 1). A plane is stored so
-that the words one lane needs lie together:
+The tensor core's ``mma.m16n8k16`` takes its A operand as 16 x 16 tiles. Lane ``4 * g + c`` (g 0..7, c 0..3) holds, for
+each half tile of 8 columns, the entries in rows ``g`` and ``g + 8`` (rh = 0, 1) and columns ``2 * c + e`` (e = 0, 1). A
+plane is stored so that the words one lane needs lie together:
 
-* tiles are numbered ``u = half_tile * row_tiles + row_tile``; eight consecutive ones share a word: tile u is field ``u % 8`` of
-  word group ``u // 8``. A field is two bits in each 16-bit half of the word: entry e of field f is bits ``2 f + 16 e``. With 8 row
-  tiles (a key page of 128 tokens, a value page of head size 128), and with 4, the field depends on the row tile (and the half tile's
-  parity) alone, so that one constant per accumulator undoes the field's power of four;
-* word ``2 * group + rh`` of a lane; four words of a lane make a 16-byte chunk, and chunks are stored chunk, lane, word. An odd
-  last pair of words is stored lane, word.
+* tiles are numbered ``u = half_tile * row_tiles + row_tile``; eight consecutive ones share a word: tile u is field
+  ``u % 8`` of word group ``u // 8``. A field is two bits in each 16-bit half of the word: entry e of field f is bits
+  ``2 f + 16 e``. With 8 row tiles (a key page of 128 tokens, a value page of head size 128), and with 4, the field
+  depends on the row tile (and the half tile's parity) alone, so that one constant per accumulator undoes the field's
+  power of four;
+* word ``2 * group + rh`` of a lane; four words of a lane make a 16-byte chunk, and chunks are stored chunk, lane, word.
+  An odd last pair of words is stored lane, word.
 
 Rows and columns of a page:
 
-* keys are tokens x channels: token ``g * G/8 + 2 * row_tile + rh``, channel ``8 * half_tile + 2 * c + e``, so that a lane's 16 tokens
-  of a 128-token page are consecutive;
-* values are channels x tokens: channel ``16 * row_tile + 8 * rh + g``, token ``(2 * c + e) * G/8 + half_tile``, which is where the
-  transposed weights of those tokens land.
+* keys are tokens x channels: token ``g * G/8 + 2 * row_tile + rh``, channel ``8 * half_tile + 2 * c + e``, so that a
+  lane's 16 tokens of a 128-token page are consecutive;
+* values are channels x tokens: channel ``16 * row_tile + 8 * rh + g``, token ``(2 * c + e) * G/8 + half_tile``, which
+  is where the transposed weights of those tokens land.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def pack_keys(codes: Array) -> Array:
     """Packs one 2-bit plane of keys.
 
     Args:
-        codes: integers 0..3, [..., G tokens, C channels]; G a multiple of 16. C is padded to a multiple of 8 with zeros.
+        codes: integers 0..3, [..., G tokens, C channels]; G a multiple of 16. C is padded to a multiple of 8 with
+            zeros.
 
     Returns:
         uint32 [..., words], ``words = plane_words(G / 16, ceil(C / 8))``.

@@ -5,13 +5,14 @@ A page holds ``page`` (G) consecutive tokens of one KV head as two self-containe
     key record    low plane | high plane | scale f16 [D] | min f16 [D] | boosted channels u8 [C] | exponent i8 | pad
     value record  low plane | high plane | scale f16 [G] | min f16 [G] | exponent i8 | pad
 
-A code is ``low + 4 * high``. Ordinary key channels have 2-bit codes (no high bits); the C boosted ones have 4-bit codes, and
-row c of the high plane belongs to channel ``channels[c]``, in ascending order. A 4-bit value cache has a full high plane, a 2-bit one
-has none. The dequantized number is ``(code * scale + min) * 2**exponent``; the exponent is 0 unless the page holds numbers that
-float16 metadata could not (see :mod:`.quantize`). Records are padded to 16 bytes, the granularity of bulk copies.
+A code is ``low + 4 * high``. Ordinary key channels have 2-bit codes (no high bits); the C boosted ones have 4-bit
+codes, and row c of the high plane belongs to channel ``channels[c]``, in ascending order. A 4-bit value cache has a
+full high plane, a 2-bit one has none. The dequantized number is ``(code * scale + min) * 2**exponent``; the exponent is
+0 unless the page holds numbers that float16 metadata could not (see :mod:`.quantize`). Records are padded to 16 bytes,
+the granularity of bulk copies.
 
-Dimension letters: B batch, K KV heads, G page, D head size, C boosted channels, S sink, R window, P pages per sequence, M pages in
-the pool (DESIGN section 3).
+Dimension letters: B batch, K KV heads, G page, D head size, C boosted channels, S sink, R window, P pages per sequence,
+M pages in the pool (DESIGN section 3).
 """
 
 from __future__ import annotations
@@ -187,9 +188,10 @@ def split_record(record: Array, layout: dict[str, Part]) -> dict[str, Array]:
 class LayerKV:
     """All cached keys and values of one layer.
 
-    Sink, tail and window hold full-precision tokens in the model's dtype. With n = max(0, length - S) tokens past the sink, token
-    i < n of those sits in tail slot ``i % G`` (until its page is full) and in ring slot ``i % (R + G)``; every slot holds the newest
-    token congruent to it, so that the content depends on the tokens alone and not on how they were inserted.
+    Sink, tail and window hold full-precision tokens in the model's dtype. With n = max(0, length - S) tokens past the
+    sink, token i < n of those sits in tail slot ``i % G`` (until its page is full) and in ring slot ``i % (R + G)``;
+    every slot holds the newest token congruent to it, so that the content depends on the tokens alone and not on how
+    they were inserted.
 
     Attributes:
         key_pages: uint32 [M, K, key words], key records.

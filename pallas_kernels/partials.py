@@ -1,7 +1,7 @@
 """Partial softmax results and their merge (flash-decoding).
 
-A partial result over some keys is (o, m, l): the running maximum m of the logits, the sum l of ``exp(logit - m)`` and the sum o of
-``exp(logit - m) * value``, all float32. Partials over disjoint sets of keys merge exactly, in any order.
+A partial result over some keys is (o, m, l): the running maximum m of the logits, the sum l of ``exp(logit - m)`` and
+the sum o of ``exp(logit - m) * value``, all float32. Partials over disjoint sets of keys merge exactly, in any order.
 """
 
 from __future__ import annotations

@@ -1,20 +1,23 @@
 """Quantization of pages and its inverse: the pure reference, which is also the fallback where no kernel can run.
 
-Keys: each channel of a page on its own over the G tokens; the C channels of highest score with 4 bits, the others with 2. Values: each
-token on its own over its D channels, with 2 or 4 bits. Asymmetric (Kitty, arXiv 2511.18643, section 3; KIVI, arXiv 2402.02750):
+Keys: each channel of a page on its own over the G tokens; the C channels of highest score with 4 bits, the others with
+2. Values: each token on its own over its D channels, with 2 or 4 bits. Asymmetric (Kitty, arXiv 2511.18643, section 3;
+KIVI, arXiv 2402.02750):
 
     min   = float16(lowest)
     scale = float16((highest - min) / (2**bits - 1))
     code  = clamp(round_half_even((x - min) / scale), 0, 2**bits - 1)
 
-Codes are computed against the *stored* (rounded) min and scale, so that the rounding of the metadata is compensated and not added.
+Codes are computed against the *stored* (rounded) min and scale, so that the rounding of the metadata is compensated and
+not added.
 
-float16 metadata ends at 65,504 and bfloat16 models do not. A page whose largest magnitude is not below 2**13 (keys) or 2**5 (values) is
-divided by the smallest power of two that brings it there, and the power is stored as the record's ``exponent``. The limits leave
-room for what the attention kernel multiplies in float16: 4 * scale * q with \\|q\\| <= 1, and 4 * scale * weight with weights up to 2**8.
+float16 metadata ends at 65,504 and bfloat16 models do not. A page whose largest magnitude is not below 2**13 (keys) or
+2**5 (values) is divided by the smallest power of two that brings it there, and the power is stored as the record's
+``exponent``. The limits leave room for what the attention kernel multiplies in float16: 4 * scale * q, \\|q\\| <= 1,
+and 4 * scale * weight with weights up to 2**8.
 
-Sums over a page are taken in a fixed order (:func:`tree_sum`), so that a page's scores, and with them its channels, do not depend on
-how many pages a program handles at once.
+Sums over a page are taken in a fixed order (:func:`tree_sum`), so that a page's scores, and with them its channels, do
+not depend on how many pages a program handles at once.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ def tree_sum(x: Array, axis: int) -> Array:
 def channel_scores(keys: Array, score: Score = "magnitude") -> Array:
     """Score of every channel of a page: keys [..., G, D] -> float32 [..., D].
 
-    ``magnitude`` is the paper's: the mean over the page of \\|k\\|. ``variance`` and ``range`` (highest - lowest) are alternatives.
+    ``magnitude`` is the paper's: the mean over the page of \\|k\\|. ``variance`` and ``range`` (highest - lowest) are
+    alternatives.
     """
     x = keys.astype(jnp.float32)
     count = np.float32(x.shape[-2])
@@ -78,13 +82,16 @@ def channel_errors(keys: Array, shrink: tuple[float, ...] = (1.0,)) -> Array:
 
 
 def select_channels(scores: Array, count: int) -> Array:
-    """The ``count`` channels of highest score, ties to the lowest channel, in ascending order: [..., D] -> uint8 [..., count]."""
+    """The ``count`` channels of highest score in ascending order: [..., D] -> uint8 [..., count].
+
+    Ties go to the lowest channel.
+    """
     _, channels = jax.lax.top_k(scores, count)
     return jnp.sort(channels.astype(jnp.int32), axis=-1).astype(jnp.uint8)
 
 
 def boost_index(channels: Array, head_dim: int, sentinel: int = 255) -> Array:
-    """The paper's Boost_IDX: for every channel its row in the high plane, or ``sentinel``. uint8 [..., C] -> uint8 [..., D]."""
+    """The paper's Boost_IDX: each channel's row in the high plane or ``sentinel``. uint8 [..., C] -> uint8 [..., D]."""
     hit = channels[..., None, :].astype(jnp.int32) == jnp.arange(head_dim, dtype=jnp.int32)[:, None]
     slot = jnp.argmax(hit, axis=-1) if channels.shape[-1] else jnp.zeros(hit.shape[:-1], jnp.int32)
     return jnp.where(jnp.any(hit, -1), slot, sentinel).astype(jnp.uint8)
@@ -103,7 +110,7 @@ def power_of_two(exponent: Array) -> Array:
 
 
 def _short(x: Array) -> Array:
-    """x to 12 significant bits: its square is exact in float32, so a fused multiply-add cannot change a sum of squares."""
+    """x to 12 significant bits: its square is exact in float32, so no fused multiply-add changes a sum of squares."""
     return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=11)
 
 
@@ -142,7 +149,8 @@ def _quantize(
 
     Scale and min are numbers that float16 holds.
 
-    Written so that contracting a product and a sum into a fused multiply-add changes no bit: every product that meets a sum is exact.
+    Written so that contracting a product and a sum into a fused multiply-add changes no bit: every product that meets a
+    sum is exact.
     """
     lowest, highest = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
     levels = jnp.where(is_4bit, np.float32(15), np.float32(3))
@@ -210,14 +218,14 @@ def quantize_keys(
     codes, scale, low = _quantize(x, -2, is_boosted[..., None, :], shrink)
     codes = codes.astype(jnp.uint32)
     rows = jnp.broadcast_to(channels.astype(jnp.int32)[..., None, :], (*batch, fmt.page, fmt.boosted))
-    parts = dict(
-        low=packing.pack_keys(codes & np.uint32(3)),
-        high=packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2)),
-        scale=scale[..., 0, :].astype(jnp.float16),
-        min=low[..., 0, :].astype(jnp.float16),
-        channels=channels,
-        exponent=exponent,
-    )
+    parts = {
+        "low": packing.pack_keys(codes & np.uint32(3)),
+        "high": packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2)),
+        "scale": scale[..., 0, :].astype(jnp.float16),
+        "min": low[..., 0, :].astype(jnp.float16),
+        "channels": channels,
+        "exponent": exponent,
+    }
     return join_record(parts, fmt.key_parts)
 
 
@@ -234,13 +242,13 @@ def quantize_values(values: Array, fmt: PageFormat, *, shrink: tuple[float, ...]
     codes, scale, low = _quantize(x, -1, np.full((1, 1), fmt.value_bits == 4), shrink)
     codes = codes.astype(jnp.uint32)
     plane = packing.pack_values(codes & np.uint32(3))
-    parts = dict(
-        low=plane,
-        high=packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else plane[..., :0],
-        scale=scale[..., 0].astype(jnp.float16),
-        min=low[..., 0].astype(jnp.float16),
-        exponent=exponent,
-    )
+    parts = {
+        "low": plane,
+        "high": packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else plane[..., :0],
+        "scale": scale[..., 0].astype(jnp.float16),
+        "min": low[..., 0].astype(jnp.float16),
+        "exponent": exponent,
+    }
     return join_record(parts, fmt.value_parts)
 
 

@@ -2,17 +2,22 @@
 
     python scripts/metadata_error.py --model PATH --file TEXT [--tokens N]
 
-Two settings: the keys as they are, and with 1,000 added to channel 0 of every KV head (QK-norm weights and biases do such
-things to single channels). The error is the root mean square of key - dequantized key, over that with float32 metadata.
+Two settings: the keys as they are, and with 1,000 added to channel 0 of every KV head (QK-norm weights and biases do
+such things to single channels). The error is the root mean square of key - dequantized key, over that with float32
+metadata.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import causal_attend

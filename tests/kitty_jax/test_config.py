@@ -31,6 +31,16 @@ def test_named_caches(name, sink, boost, value_bits):
     assert hash(config) == hash(dataclasses.replace(config))
 
 
+@pytest.mark.parametrize("name, like", [("kitty_plus", "kitty"), ("kitty_pro_plus", "kitty_pro")])
+def test_plus_has_the_bits_of_what_it_is_named_for(name, like):
+    config, paper = cache_from_name(name), cache_from_name(like)
+    assert config.page_format(64) == paper.page_format(64)
+    assert (config.sink, config.window) == (paper.sink, paper.window)
+    assert (config.selection, config.rotate_values, config.value_shrink) == ("sensitivity", True, (0.8,))
+    assert config.weighs_queries
+    assert not paper.weighs_queries
+
+
 def test_full_precision():
     assert CacheConfig.full() == cache_from_name("full")
     assert not CacheConfig.full().quantized

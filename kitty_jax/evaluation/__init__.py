@@ -1,0 +1,4 @@
+"""Evaluations by task: generation in batches, answers, programs, results that survive an interruption, statistics.
+
+The command lines are `scripts/evaluate.py recall | gsm8k | humaneval | lm-eval`.
+"""

@@ -1,0 +1,123 @@
+"""Results of a long run, one JSON line per item, written as items finish and taken up again after an interruption."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class ResultFile:
+    """A JSON Lines file: a head with the settings of the run, then a row per finished item, each with a "key".
+
+    Settings are whatever decides a row: rows made with others must not end up in one file. How many items there are,
+    and how they are batched, are no settings, so that a run can be extended.
+
+    Attributes:
+        path: the file.
+        settings: as given, after a round trip through JSON.
+        rows: the finished rows by key, in the order of the file.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], stream):
+        self.path, self.settings = path, _plain(dict(settings))
+        self.rows: dict[str, dict[str, Any]] = {}
+        self._stream = stream
+
+    def append(self, key: str, row: Mapping[str, Any]) -> None:
+        """Puts a finished item on disk. A key that is there already is an error."""
+        if key in self.rows:
+            raise ValueError(f"{self.path} has a row {key!r} already")
+        row = _plain({"key": key, **row})
+        self._write(row)
+        self.rows[key] = row
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._stream.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+
+@contextlib.contextmanager
+def open_results(
+    path: Path, settings: Mapping[str, Any], about: Mapping[str, Any] | None = None
+) -> Iterator[ResultFile]:
+    """Makes a results file, or takes up one that was begun with the same settings.
+
+    A last line that an interruption cut short is removed. Only one run at a time may have the file open.
+
+    Args:
+        path: the file; its folder is made.
+        settings: compared with those of a file that is there.
+        about: noted in the head of a new file and not compared, such as the device.
+
+    Raises:
+        ValueError: the file was begun with other settings, is in use, or is no results file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"{path} is in use by another run") from error
+        results = ResultFile(path, settings, stream)
+        lines = _whole_lines(stream)
+        if not lines:
+            results._write({"settings": results.settings, "about": _plain(dict(about or {}))})
+        else:
+            _check_settings(path, _parse(path, 1, lines[0], "settings")["settings"], results.settings)
+            for number, line in enumerate(lines[1:], 2):
+                row = _parse(path, number, line, "key")
+                results.rows[row["key"]] = row
+        yield results
+
+
+def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(settings, rows) of a results file, without changing it."""
+    lines = path.read_bytes().split(b"\n")[:-1]
+    if not lines:
+        raise ValueError(f"{path} is empty")
+    head = _parse(path, 1, lines[0], "settings")
+    return head["settings"], [_parse(path, n, line, "key") for n, line in enumerate(lines[1:], 2)]
+
+
+def _whole_lines(stream) -> list[bytes]:
+    stream.seek(0)
+    data = stream.read()
+    end = data.rfind(b"\n") + 1
+    if end < len(data):
+        stream.truncate(end)
+    stream.seek(0, os.SEEK_END)
+    return data[:end].split(b"\n")[:-1]
+
+
+def _parse(path: Path, number: int, line: bytes, wanted: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number} is no JSON: {error}; delete the file, or name another") from error
+    if not isinstance(value, dict) or wanted not in value:
+        raise ValueError(f'{path}, line {number}: wanted an object with "{wanted}"; is this a file of results?')
+    return value
+
+
+def _check_settings(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    names = [name for name in sorted({*there, *now}) if there.get(name) != now.get(name)]
+    if names:
+        differences = "; ".join(f"{n} {_short(there.get(n))} there, {_short(now.get(n))} now" for n in names)
+        raise ValueError(
+            f"{path} was begun with other settings: {differences}. Give the same ones, or name another folder"
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(value))

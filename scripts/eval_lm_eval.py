@@ -1,0 +1,184 @@
+"""`evaluate.py lm-eval`: tasks of EleutherAI's lm-evaluation-harness with each cache."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+from pathlib import Path
+
+HELP = "Tasks of lm_eval 0.4.13 with each cache; the paper's tasks by its protocol."
+_GIVEN = ("temperature", "top_p", "top_k", "max_new_tokens", "repeats")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from kitty_jax.evaluation.protocol import PRESETS
+    from kitty_jax.evaluation.scoring import SCORINGS
+    from scripts.task_runs import add_model_arguments, add_protocol_arguments
+
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help=f"tasks of the harness. By the paper's protocol: {', '.join(PRESETS)}. Others keep their own settings "
+        "unless an option of generation is given",
+    )
+    parser.add_argument("--include-path", type=Path, help="folder of task files (YAML) of your own")
+    parser.add_argument("--out", type=Path, required=True, help="folder for answers, results and the summary")
+    parser.add_argument("--limit", type=int, metavar="N", help="first N items of each task (default: all)")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples (default: the task's own)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="prompt and answer (default: the model's positions)"
+    )
+    parser.add_argument(
+        "--chat", action=argparse.BooleanOptionalAction, help="chat template (default: for AIME, as the authors)"
+    )
+    parser.add_argument("--scoring", choices=SCORINGS, default="simulation", help="of log-likelihoods")
+    parser.add_argument(
+        "--run-programs", action="store_true", help="let tasks run programs that the model wrote, on this machine"
+    )
+    add_protocol_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from kitty_jax.evaluation.protocol import PRESETS, Protocol
+    from scripts.task_runs import Checkpoint, caches_of, protocol_of, write_json
+
+    try:
+        from lm_eval.tasks import TaskManager
+
+        import kitty_jax.lm_eval_adapter  # noqa: F401
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+    caches = caches_of(arguments.cache)
+    if arguments.include_path is not None and not arguments.include_path.is_dir():
+        raise ValueError(f"--include-path {arguments.include_path} is no folder")
+    changed = any(getattr(arguments, name) is not None for name in _GIVEN)
+    protocols = {
+        task: protocol_of(arguments, PRESETS.get(task, Protocol())) if task in PRESETS or changed else None
+        for task in arguments.tasks
+    }
+    manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
+    if not set(arguments.tasks) <= set(manager.all_tasks):  # reading the harness's own thousands takes its time
+        manager = TaskManager(include_path=arguments.include_path)
+    unknown = [task for task in arguments.tasks if task not in manager.all_tasks]
+    if unknown:
+        raise ValueError(f"lm_eval knows no task {', '.join(unknown)}; --include-path names a folder of your own")
+    if arguments.run_programs:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    checkpoint = Checkpoint(arguments)
+    summary: dict[str, dict] = {}
+    for task, protocol in protocols.items():
+        for name, cache in caches.items():
+            repeats = 1 if protocol is None else protocol.repeats
+            runs = [run_task(arguments, checkpoint, manager, task, protocol, name, cache, r) for r in range(repeats)]
+            summary.setdefault(task, {})[name] = means(runs)
+    write_json(arguments.out / "summary.json", summary)
+    print(table(summary))
+    return 0
+
+
+def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cache, repeat: int) -> dict:
+    """The harness's results of one pass over a task, from the file of an earlier run where there is one."""
+    import lm_eval
+
+    from kitty_jax.evaluation.results import open_results
+    from kitty_jax.lm_eval_adapter import KittyLM
+    from scripts.task_runs import _SEEDS, file_name, say, write_json
+
+    chat = arguments.chat if arguments.chat is not None else protocol is not None and protocol.chat
+    seed = (arguments.seed + _SEEDS * repeat) % 2**32
+    generation = None
+    if protocol is not None:
+        filters = {} if protocol.greedy else {"top_p": protocol.top_p, "top_k": protocol.top_k}
+        generation = {"do_sample": not protocol.greedy, "temperature": protocol.temperature, **filters}
+        generation["max_gen_toks"] = protocol.max_new_tokens
+    # What decides an answer to a prompt; limit and examples decide which prompts there are.
+    answer_settings = {
+        "task": task,
+        **checkpoint.settings(),
+        "generation": generation,
+        "seed": seed,
+        "max_length": arguments.max_length,
+        "cache": dataclasses.asdict(cache),
+    }
+    settings = json.loads(
+        json.dumps(
+            answer_settings
+            | {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "chat": chat}
+            | {"scoring": arguments.scoring, "run_programs": arguments.run_programs}
+        )
+    )
+    stem = arguments.out / task / f"{file_name(name)}.{repeat}"
+    target = stem.with_name(stem.name + ".json")
+    if target.is_file():
+        there = json.loads(target.read_text(encoding="utf-8"))
+        if there["settings"] == settings:
+            say(f"{task}, {name}, repeat {repeat}: in {target}")
+            return there["results"]
+    with open_results(stem.with_name(stem.name + ".answers.jsonl"), answer_settings) as answers:
+        model = KittyLM(
+            checkpoint.model,
+            checkpoint.tokenizer,
+            cache,
+            batch_size=arguments.batch,
+            max_length=arguments.max_length,
+            eos=checkpoint.eos,
+            seed=seed,
+            scoring=arguments.scoring,
+            implementation=arguments.implementation,
+            answers=answers,
+        )
+        got = lm_eval.simple_evaluate(
+            model,
+            tasks=[task],
+            task_manager=manager,
+            num_fewshot=arguments.num_fewshot,
+            limit=arguments.limit,
+            gen_kwargs=generation,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=False,
+            confirm_run_unsafe_code=arguments.run_programs,
+            bootstrap_iters=0,
+        )
+    results = {key: value for metrics in got["results"].values() for key, value in metrics.items() if is_number(value)}
+    write_json(target, {"settings": settings, "results": results, "samples": plain(got.get("samples", {}))})
+    say(f"{task}, {name}, repeat {repeat}: " + ", ".join(f"{k} {v:.4f}" for k, v in results.items()))
+    return results
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def plain(value):
+    """Without what JSON cannot hold."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def means(runs: list[dict]) -> dict[str, dict]:
+    """Mean over the repeats of each metric, the repeats themselves, and their standard deviation."""
+    out = {}
+    for metric in runs[0]:
+        values = [run[metric] for run in runs]
+        spread = statistics.stdev(values) if len(values) > 1 else None
+        out[metric] = {"mean": statistics.fmean(values), "sd": spread, "repeats": values}
+    return out
+
+
+def table(summary: dict[str, dict]) -> str:
+    """The summary as a Markdown table."""
+    lines = ["| task | cache | metric | mean | sd over repeats | repeats |", "|---|---|---|---|---|---|"]
+    for task, caches in summary.items():
+        for name, metrics in caches.items():
+            for metric, row in metrics.items():
+                if metric == "sample_len" or "stderr" in metric:
+                    continue
+                spread = "" if row["sd"] is None else f"{row['sd']:.4f}"
+                lines.append(f"| {task} | {name} | {metric} | {row['mean']:.4f} | {spread} | {len(row['repeats'])} |")
+    return "\n".join(lines)

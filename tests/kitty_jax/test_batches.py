@@ -1,0 +1,110 @@
+"""Generation in batches: equal to `generate` row by row, stop strings, one compilation; recall's two-part prompts."""
+
+import numpy as np
+import pytest
+
+from kitty_jax.evaluation.batches import Prompt, complete, shape_of
+from kitty_jax.evaluation.recall import Case, ask
+from kitty_jax.generate import generate
+from kitty_jax.generate_loop import jit_advance, jit_start
+from kitty_jax.sampling import Sampling
+from tests.kitty_jax.generate_cases import PROMPTS, small_cache, tiny_model
+
+CACHE = small_cache("full")  # compiles fast; the command lines are tested with quantized ones
+ROWS = [*PROMPTS, [8, 9], [30] * 12]
+
+
+def to_text(ids):
+    return "".join(f"<{i}>" for i in ids)
+
+
+def run(prompts=None, **options):
+    prompts = [Prompt(ids, 7 + i) for i, ids in enumerate(ROWS)] if prompts is None else prompts
+    options = {"batch": 2, "max_new_tokens": 24, "cache": CACHE, "chunk": 5, **options}
+    return sorted(complete(tiny_model(), to_text, prompts, **options), key=lambda c: c.index)
+
+
+@pytest.fixture(scope="module")
+def free():
+    return run()
+
+
+def test_every_prompt_gets_what_it_would_get_alone(free):
+    assert [c.index for c in free] == list(range(5))
+    for ids, got in zip(ROWS, free, strict=True):
+        alone = generate(tiny_model(), [ids], cache=CACHE, max_new_tokens=24).sequences()[0]
+        assert (got.text, got.tokens, got.ended) == (to_text(alone), 24, "length")
+
+
+def test_stop_strings_and_eos_end_a_sequence(free):
+    tokens = [c.text[1:-1].split("><") for c in free]
+    stop = f"{tokens[0][9]}><{tokens[0][10]}>"  # over two tokens, and the end of a chunk
+    for whole, got in zip(free, run(stops=[stop, "never"]), strict=True):
+        if stop in whole.text:
+            assert (got.text, got.ended) == (whole.text[: whole.text.index(stop)], "stop")
+            assert got.tokens <= 15 or got.index
+        else:
+            assert got == whole
+    eos = int(tokens[1][6])
+    for row, got in zip(tokens, run(eos=eos), strict=True):
+        if str(eos) in row:
+            assert (got.tokens, got.ended) == (row.index(str(eos)) + 1, "eos")
+        else:
+            assert got.ended == "length"
+
+
+def test_seeds_go_with_prompts_and_not_with_places():
+    prompts = [Prompt(ids, 40 + i) for i, ids in enumerate(ROWS)]
+    sampler = Sampling(temperature=3.0)
+    whole = run(prompts, sampler=sampler)
+    part = run(prompts[3:], sampler=sampler, shape=shape_of(prompts, 24))
+    assert [c.text for c in part] == [c.text for c in whole[3:]]
+    assert whole[0].text != run([Prompt(ROWS[0], 99)], sampler=sampler)[0].text
+
+
+def test_batches_of_unlike_prompts_compile_once(free):
+    before = jit_start._cache_size(), jit_advance._cache_size()
+    long = Prompt([5] * 60)
+    got = run([Prompt([3]), Prompt([4]), long, Prompt([6]), Prompt([7])], stops=["<1>"])
+    assert len(got) == 5
+    assert (jit_start._cache_size(), jit_advance._cache_size()) == before
+
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        ({"batch": 0}, "batch must be a whole number"),
+        ({"stops": "abc"}, "list of non-empty texts"),
+        ({"stops": [""]}, "list of non-empty texts"),
+        ({"prompts": [Prompt([1]), Prompt([])]}, "row 1 of 2 holds no tokens"),
+        ({"prompts": [Prompt([1]), Prompt([400])]}, "token id 400"),
+    ],
+)
+def test_errors_come_before_anything_runs(options, message):
+    with pytest.raises(ValueError, match=message):
+        run(**options)
+
+
+def test_prompts_that_the_model_was_not_made_for():
+    with pytest.raises(ValueError, match="prompt 1 has 60 tokens, and with max_new_tokens 5 needs 65 positions"):
+        shape_of([Prompt([1]), Prompt([1] * 60)], 5, most=64)
+    assert shape_of([Prompt([1]), Prompt([1] * 60)], 5, most=65) == (64, 128)
+
+
+def test_recall_asks_the_cache():
+    rng = np.random.default_rng(0)
+    cases = [Case(80, 0, rng.integers(1, 97, n).tolist(), rng.integers(1, 97, 9).tolist(), "") for n in (70, 64, 41)]
+
+    def answers(cache, **options):
+        options = {"new_tokens": 3, "batch": 2, "shape": (128, 64), **options}
+        return ask(tiny_model(), cases, cache, **options)
+
+    full = answers("full")
+    whole = [
+        generate(tiny_model(), [c.context + c.question], cache="full", max_new_tokens=3).sequences()[0] for c in cases
+    ]
+    assert full == whole
+    # In one prompt the first new token is of full precision; asked of a 2-bit cache, it need not be.
+    coarse = small_cache("kivi2")
+    assert [row[0] for row in answers(coarse, one_prompt=True)] == [row[0] for row in full]
+    assert answers(coarse) != full
