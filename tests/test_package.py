@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import importlib.util
 import os
 import pkgutil
+import re
 import subprocess
 import sys
 import tarfile
@@ -21,6 +23,7 @@ from scripts.check_python import WANTED, problem
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("kitty_jax", "models", "pallas_kernels")
+NEEDS_EXTRA = {"kitty_jax.lm_eval_adapter": ("lm_eval", "eval")}  # module: (what it imports, the extra that brings it)
 
 
 def sources(folder: str) -> list[Path]:
@@ -85,7 +88,12 @@ def test_every_module_imports() -> None:
     assert {"kitty_jax.models", "kitty_jax.pallas_kernels"} <= set(names)
     assert len(names) == sum(len(sources(folder)) for folder in FOLDERS) - 1  # kitty_jax/__init__.py is not listed
     for name in names:
-        assert importlib.import_module(name).__name__ == name
+        needs, extra = NEEDS_EXTRA.get(name, (None, None))
+        if needs and importlib.util.find_spec(needs) is None:
+            with pytest.raises(ImportError, match=re.escape(f"kitty-jax[{extra}]")):
+                importlib.import_module(name)
+        else:
+            assert importlib.import_module(name).__name__ == name
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
