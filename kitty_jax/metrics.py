@@ -32,6 +32,7 @@ def evaluate_text(
     *,
     start: int = START,
     progress: Callable[[str], None] = lambda line: None,
+    on_row: Callable[[dict[str, dict]], None] = lambda results: None,
 ) -> dict[str, dict]:
     """Teacher-forced evaluation of a text under several caches, each in one pass of the simulation.
 
@@ -41,6 +42,7 @@ def evaluate_text(
         caches: what to evaluate, by name: a config, a name, or one config per layer.
         start: first position of ``kl``, ``top1`` and ``attn_rel_err``.
         progress: called with a line after each pass.
+        on_row: called with the results so far after each cache, so that a long run can keep what it has.
 
     Returns:
         For "full" and each cache a dict of:
@@ -77,6 +79,7 @@ def evaluate_text(
         row |= stored_bits(cache, config, tokens.shape[0])
         row["seconds"] = time.perf_counter() - clock
         out[name] = row
+        on_row(out)
         progress(f"{name}: nll {row['nll']:.4f}, kl {row['kl']:.4f} ({row['seconds']:.0f} s)")
     return out
 

@@ -55,9 +55,15 @@ def run(arguments: argparse.Namespace) -> int:
     }  # a wrong name ends the run before the model loads
     tokens = read_tokens(arguments.model, arguments.file, arguments.tokens, arguments.start)
     model = load_model(arguments.model, dtype=arguments.dtype)
-    results = evaluate_text(model, tokens, caches, start=arguments.start, progress=lambda line: print(line, flush=True))
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    results = evaluate_text(
+        model,
+        tokens,
+        caches,
+        start=arguments.start,
+        progress=lambda line: print(line, flush=True),
+        on_row=lambda rows: arguments.json.write_text(json.dumps(rows, indent=1) + "\n"),
+    )
     print(table(results))
     return 0
 

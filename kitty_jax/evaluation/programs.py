@@ -19,8 +19,8 @@ from pathlib import Path
 _MB = 1 << 20
 _FILE_MB = 16  # largest file that a program may write, its output included
 
-# Runs in the new process, sets limits that a program without root's powers cannot raise, and becomes the program. In a process of its own
-# and not between fork and exec of this one, whose threads (JAX has many) make that unsafe.
+# Runs in the new process, sets limits that a program without root's powers cannot raise, and becomes the program. In a
+# process of its own and not between fork and exec of this one, whose threads (JAX has many) make that unsafe.
 _LAUNCHER = """
 import os, resource, sys
 seconds, memory, size, program = *map(int, sys.argv[1:4]), sys.argv[4]

@@ -135,6 +135,7 @@ def test_rolling_windows_predict_every_token_once(parts):
     assert cut != pytest.approx(whole, abs=1e-2)
 
 
+@pytest.mark.slow
 def test_quantized_caches_score_alike_in_one_pass_and_packed_and_unlike_full_precision(parts):
     cache = cache_from_spec("kivi2:page=16,window=16")
     request = Request("the cat sat on 123 mats, and the other cat did not. " * 3, " the mat sat on the cat")
