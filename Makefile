@@ -5,6 +5,8 @@ PYTHON ?= python3
 CACHE ?= kitty-pro
 PROMPT ?= Name three things that cats like.
 export CACHE PROMPT
+# Processes that run tests: most of a test's time is compilation, on one core.
+WORKERS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -20,7 +22,7 @@ demo: $(VENV)/.installed
 	  $(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE"
 
 test: lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
