@@ -19,7 +19,8 @@ PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 demo: $(VENV)/.installed
 	$(RUN) scripts/fetch_demo.py --what smollm2
 	JAX_COMPILATION_CACHE_DIR="$${JAX_COMPILATION_CACHE_DIR:-.cache/xla}" \
-	  $(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE"
+	  $(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE" \
+	  --capacity 4096
 
 test: lint
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal

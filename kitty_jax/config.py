@@ -52,26 +52,32 @@ class CacheConfig:
     seed: int = 0
 
     def __post_init__(self):
-        if isinstance(self.selection, (list, np.ndarray)):
-            object.__setattr__(self, "selection", _to_tuple(self.selection))
+        if not isinstance(self.selection, str):
+            object.__setattr__(self, "selection", _channel_tuple(self.selection))
         for name in ("key_shrink", "value_shrink"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        if not self.quantized:
-            return
-        for name in ("sink", "window"):
-            if not isinstance(getattr(self, name), (int, np.integer)) or getattr(self, name) < 0:
-                raise ValueError(f"{name} must be a whole number of tokens, 0 or more, got {getattr(self, name)!r}")
-        if not 0 <= self.boost <= 1:
-            raise ValueError(f"boost is a fraction of the key channels from 0 to 1, got {self.boost}")
+            object.__setattr__(self, name, _factors(name, getattr(self, name)))
+        for name, unit in (("sink", "tokens"), ("page", "tokens"), ("window", "tokens"), ("value_bits", "bits")):
+            value = getattr(self, name)
+            if not _is_whole(value) or value < 0:
+                raise ValueError(f"{name} must be a whole number of {unit}, 0 or more, got {value!r}")
+        if not _is_whole(self.seed):
+            raise ValueError(f"seed must be a whole number, got {self.seed!r}")
+        for name in ("quantized", "rotate_values"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not _is_number(self.boost) or not 0 <= self.boost <= 1:
+            raise ValueError(f"boost is a fraction of the key channels from 0 to 1, got {self.boost!r}")
         if isinstance(self.selection, str) and self.selection not in SELECTIONS:
             names = ", ".join(SELECTIONS)
             raise ValueError(f"selection must be one of {names} or a tuple of channels, got {self.selection!r}")
-        for name in ("key_shrink", "value_shrink"):
-            factors = getattr(self, name)
-            if not factors or not all(0 < f <= 1 for f in factors):
-                raise ValueError(f"{name} must be one or more factors above 0 and up to 1, got {factors}")
         PageFormat(page=self.page, value_bits=self.value_bits)  # refuses what no head size could hold
+        if not self.quantized:
+            changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+            if changed != ["quantized"]:
+                others = ", ".join(name for name in changed if name != "quantized")
+                raise ValueError(
+                    f"a full-precision cache (quantized=False) has nothing to set, got a change of {others}"
+                )
 
     @classmethod
     def full(cls) -> CacheConfig:
@@ -167,8 +173,34 @@ class CacheConfig:
         return (self.selection,)
 
 
-def _to_tuple(x) -> tuple:
-    return tuple(_to_tuple(v) if isinstance(v, (list, tuple, np.ndarray)) else int(v) for v in x)
+def _is_whole(x) -> bool:
+    return isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+
+
+def _is_number(x) -> bool:
+    return _is_whole(x) or isinstance(x, (float, np.floating))
+
+
+def _channel_tuple(selection) -> tuple:
+    """A list of channels, or of one list per KV head, as nested tuples of int."""
+    if isinstance(selection, (list, tuple, np.ndarray)):
+        if all(_is_whole(c) for c in selection):
+            return tuple(int(c) for c in selection)
+        if all(isinstance(row, (list, tuple, np.ndarray)) and all(_is_whole(c) for c in row) for row in selection):
+            return tuple(tuple(int(c) for c in row) for row in selection)
+    raise ValueError(
+        f"selection must be a name ({', '.join(SELECTIONS)}), a tuple of channel numbers, or one such tuple per KV "
+        f"head, got {selection!r}"
+    )
+
+
+def _factors(name: str, factors) -> tuple[float, ...]:
+    if not isinstance(factors, (list, tuple, np.ndarray)) or not all(_is_number(f) for f in factors):
+        raise ValueError(f"{name} must be a tuple of factors such as (1.0, 0.9, 0.8), got {factors!r}")
+    factors = tuple(float(f) for f in factors)
+    if not factors or not all(0 < f <= 1 for f in factors):
+        raise ValueError(f"{name} must be one or more factors above 0 and up to 1, got {factors}")
+    return factors
 
 
 CACHE_NAMES: tuple[str, ...] = (
@@ -192,9 +224,11 @@ def cache_from_name(name: str, **changes) -> CacheConfig:
     Raises:
         ValueError: unknown name; the message lists the known ones.
     """
+    known = ", ".join(n.replace("_", "-") for n in CACHE_NAMES)
+    if not isinstance(name, str):
+        raise ValueError(f"a cache is named by a string, got {name!r}; known caches: {known}")
     key = name.strip().lower().replace("-", "_")
     if key not in CACHE_NAMES:
-        known = ", ".join(n.replace("_", "-") for n in CACHE_NAMES)
         raise ValueError(f"unknown cache {name!r}; known caches: {known}")
     return getattr(CacheConfig, key)(**changes)
 
@@ -212,7 +246,9 @@ def layer_configs(cache: CacheConfig | str | Sequence[CacheConfig], num_layers: 
         cache = cache_from_name(cache)
     if isinstance(cache, CacheConfig):
         return (cache,) * num_layers
-    configs = tuple(cache_from_name(c) if isinstance(c, str) else c for c in cache)
+    if not isinstance(cache, (list, tuple)):
+        raise ValueError(f"cache must be a CacheConfig, a name, or a list with one of those per layer, got {cache!r}")
+    configs = tuple(c if isinstance(c, CacheConfig) else cache_from_name(c) for c in cache)
     if len(configs) != num_layers:
         raise ValueError(f"a list of cache configs needs one per layer: wanted {num_layers}, got {len(configs)}")
     shared = {(c.sink, c.page) for c in configs if c.quantized}

@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> None:
         "model": str(options.model),
         "dtype": jnp.dtype(model.config.dtype).name,
         "device": jax.devices()[0].device_kind,
-        "cache": options.cache.replace("_", "-"),
+        "cache": options.cache.strip().lower().replace("_", "-"),
         "capacity": generation.capacity,
         "outputs": [
             {

@@ -136,3 +136,36 @@ def test_layers():
         layer_configs([kitty, CacheConfig.kitty(page=64)], 2)
     with pytest.raises(ValueError, match="unknown cache 'kit'"):
         layer_configs(["kit", "full"], 2)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"page": 32.0}, "page must be a whole number of tokens"),
+        ({"value_bits": 2.0}, "value_bits must be a whole number of bits"),
+        ({"sink": True}, "sink must be a whole number of tokens"),
+        ({"boost": "0.5"}, "boost is a fraction"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"selection": 3}, "selection must be a name"),
+        ({"selection": (1.5, 2)}, "selection must be a name"),
+        ({"key_shrink": 0.8}, "key_shrink must be a tuple of factors"),
+        ({"rotate_values": 1}, "rotate_values must be True or False"),
+        ({"quantized": False, "boost": 0.5, "window": 64}, "nothing to set, got a change of window, boost"),
+    ],
+)
+def test_values_of_the_wrong_type_are_refused(changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**changes)
+
+
+def test_lists_of_channels_become_tuples() -> None:
+    config = CacheConfig(selection=([1, 2], np.array([3, 4])), boost=0.125, key_shrink=np.array([1.0, 0.5]))
+    assert config.selection == ((1, 2), (3, 4))
+    assert config.key_shrink == (1.0, 0.5)
+    assert hash(config) == hash(CacheConfig(selection=((1, 2), (3, 4)), key_shrink=(1.0, 0.5)))
+
+
+@pytest.mark.parametrize("cache", [None, 3, [None]])
+def test_what_is_no_cache_is_refused(cache) -> None:
+    with pytest.raises(ValueError, match="cache"):
+        layer_configs(cache, 1)
