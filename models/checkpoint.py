@@ -93,7 +93,7 @@ def plan_checkpoint(path: str | Path, *, dtype: Any = None) -> CheckpointPlan:
     stored = wanted if wanted is not None else _dtype(source.stored_dtype, f"{source.path} stores")
     try:
         config = config_from_hf(source.config, dtype=stored)
-    except (ValueError, TypeError) as error:  # TypeError: a value of a wrong type in config.json
+    except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
     targets = hf_names(config)
     _check_tensors(source, config, targets)

@@ -43,23 +43,25 @@ def convert_checkpoint(
     dtype: of every tensor written; None as in `load_model`. max_shard_bytes: above it the weights are split, with an
     index; a tensor is never split. tokenizer: also write a tokenizer; a .gguf file whose tokenizer cannot be rebuilt
     then refuses before anything is written, and a directory's files are copied where present. force: write into a
-    directory that is not empty, replacing its weights.
+    directory that is not empty, replacing its checkpoint: weights, configs and tokenizer files.
 
     A weight file is in memory whole until it is written: `max_shard_bytes`, or the largest tensor if that is larger,
     and the tensor being read. config.json comes last, so a conversion that was cut short does not look like a
     checkpoint.
     """
     source, destination = Path(source).expanduser(), Path(destination).expanduser()
-    plan = plan_checkpoint(source, dtype=dtype)
-    if max_shard_bytes <= 0:
+    if not max_shard_bytes > 0:
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
-    _check_destination(source, destination, force)
+    _check_destination(source, destination, force)  # before the source is opened, which can take long
+    plan = plan_checkpoint(source, dtype=dtype)
     rebuilt = (
         load_tokenizer(source) if tokenizer and source.is_file() else None
     )  # fails, if it does, before anything is written
     destination.mkdir(parents=True, exist_ok=True)
-    for old in [*destination.glob("model*.safetensors"), destination / INDEX, destination / CONFIG]:
-        old.unlink(missing_ok=True)  # stale shards would be read in place of, or mixed with, the new ones
+    # What is left of an earlier checkpoint would be read in place of, or mixed with, the new one.
+    stale = [destination / name for name in (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)]
+    for old in [*stale, *destination.glob("model*.safetensors")]:
+        old.unlink(missing_ok=True)
     written = _write_weights(plan, destination, max_shard_bytes, progress)
     if rebuilt is not None:
         written += [Path(name).name for name in rebuilt.save_pretrained(destination) if Path(name).is_file()]
@@ -94,7 +96,7 @@ def _check_destination(source: Path, destination: Path, force: bool) -> None:
         raise CheckpointError(f"{destination}: source and destination are the same directory; write to another one.")
     if any(destination.iterdir()) and not force:
         raise CheckpointError(
-            f"{destination}: not empty; give another directory, or --force to write into it and replace its weights."
+            f"{destination}: not empty; give another directory, or --force to write into it and replace its checkpoint."
         )
 
 

@@ -7,8 +7,9 @@ package does not implement must not load and then answer slightly wrongly.
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from kitty_jax.models.config_values import checked
 from kitty_jax.models.decoder import DecoderConfig
-from kitty_jax.models.rope import RopeConfig
+from kitty_jax.models.rope import read_rope
 
 # Keys that from_hf turns into a DecoderConfig.
 _READ = frozenset(
@@ -27,6 +28,20 @@ _HARMLESS = frozenset(
     " max_window_layers sliding_window pretraining_tp attn_implementation".split()
 )
 _DTYPE_DEFAULT = "bfloat16"
+_DTYPES = ("bfloat16", "float16", "float32")
+_REQUIRED = tuple(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
+    " rms_norm_eps".split()
+)
+# The kind of value, in the terms of `checked`, of every key read here; the rotary ones are `read_rope`'s.
+_KINDS = {
+    **dict.fromkeys(_REQUIRED, "whole"),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), "whole"),
+    "rms_norm_eps": "positive",
+    "tie_word_embeddings": "bool",
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), "string"),
+    **dict.fromkeys(("architectures", "layer_types"), "strings"),
+}
 
 
 class Family(NamedTuple):
@@ -56,11 +71,9 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     }
     found = []
     for key, only in wanted.items():
-        if key in config and config[key] != only and config[key] is not None:
-            found.append(f"{key} = {config[key]!r} (only {only!r} is supported)")
-    kinds = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        found.append(f"layer_types with {kinds} (only 'full_attention' is supported)")
+        value = config.get(key)
+        if value is not None and (type(value) is not type(only) or value != only):  # 0 is not False
+            found.append(f"{key} = {value!r} (only {only!r} is supported)")
     return found + [f"unknown key {key!r}" for key in config if key not in _READ | _HARMLESS | {*wanted, "layer_types"}]
 
 
@@ -72,42 +85,40 @@ def read(family: Family, config: Mapping[str, Any], dtype=None, ignore: Collecti
     """
     config = {key: value for key, value in config.items() if not key.startswith("_") and key not in ignore}
     problems = _unsupported(config)
-    required = (
-        "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings"
-        " rms_norm_eps"
-    ).split()
-    problems += [f"missing key {key!r}" for key in required if config.get(key) is None]
-    rope = None
-    try:
-        rope = RopeConfig.from_hf(config)
-    except ValueError as error:
-        problems.append(str(error))
-    heads = config.get("num_attention_heads")
-    head_dim = config.get("head_dim") or family.default_head_dim
-    if not head_dim and heads and config.get("hidden_size"):
-        head_dim, rest = divmod(config["hidden_size"], heads)
+    problems += [f"missing key {key!r}" for key in _REQUIRED if config.get(key) is None]
+    values = {key: checked(config, key, kind, problems) for key, kind in _KINDS.items()}
+    if kinds := sorted(set(values["layer_types"] or ()) - {"full_attention"}):
+        problems.append(f"layer_types with {kinds} (only 'full_attention' is supported)")
+    rope = read_rope(config, problems)
+    heads, width = values["num_attention_heads"], values["hidden_size"]
+    head_dim = values["head_dim"] or family.default_head_dim
+    if not head_dim and heads and width:
+        head_dim, rest = divmod(width, heads)
         if rest:
-            problems.append(f"head_dim is absent and hidden_size {config['hidden_size']} is not a multiple of {heads}")
+            problems.append(f"head_dim is absent and hidden_size {width} is not a multiple of {heads}")
+    stated = values["dtype"] or values["torch_dtype"] or _DTYPE_DEFAULT
+    if dtype is None and stated not in _DTYPES:
+        problems.append(f"dtype {stated!r} (only {', '.join(_DTYPES)} are supported)")
+    problems = list(dict.fromkeys(problems))  # the rotary part may have named a size too
     if problems:
         raise ValueError(
             f"this {family.model_type} configuration cannot be used: "
             + "; ".join(problems)
             + ". A key that is known to be harmless can be dropped with ignore=(key, ...)"
         )
-    tied = config.get("tie_word_embeddings")
-    stated = config.get("dtype") or config.get("torch_dtype") or _DTYPE_DEFAULT
+    tied = values["tie_word_embeddings"]
     return DecoderConfig(
         family=family.model_type,
-        vocab_size=config["vocab_size"],
-        embed_dim=config["hidden_size"],
-        mlp_dim=config["intermediate_size"],
-        num_layers=config["num_hidden_layers"],
+        vocab_size=values["vocab_size"],
+        embed_dim=width,
+        mlp_dim=values["intermediate_size"],
+        num_layers=values["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=values["num_key_value_heads"] or heads,
         head_dim=head_dim,
-        max_position=config["max_position_embeddings"],
+        max_position=values["max_position_embeddings"],
         rope=rope,
-        rms_eps=float(config["rms_norm_eps"]),
+        rms_eps=values["rms_norm_eps"],
         qk_norm=family.qk_norm,
         qkv_bias=family.qkv_bias,
         tied_head=family.tied_head if tied is None else tied,

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from kitty_jax.models import hf_config, llama3, qwen3
+from kitty_jax.models.config_values import checked
 from kitty_jax.models.decoder import Decoder, DecoderConfig
 from kitty_jax.models.names import Path, abstract_model, abstract_params, params_of, path_text
 from kitty_jax.models.sharding import check_mesh, param_sharding
@@ -62,7 +63,9 @@ def config_from_hf(config: Mapping[str, Any], *, dtype=None, ignore: Collection[
     dtype: None takes the file's, or bfloat16 where it states none. ignore: keys to drop unread. Raises a ValueError
     that names the known architectures, or everything in the file that is unsupported, unknown or missing.
     """
-    kind, stated = config.get("model_type"), list(config.get("architectures") or ())
+    problems: list[str] = []
+    kind = checked(config, "model_type", "string", problems)
+    stated = checked(config, "architectures", "strings", problems) or []
     known = {family.architecture: family for family in _FAMILIES.values()}
     by_architecture = [known[name] for name in stated if name in known]
     family = _FAMILIES.get(kind)
@@ -70,10 +73,11 @@ def config_from_hf(config: Mapping[str, Any], *, dtype=None, ignore: Collection[
         family = by_architecture[0]
     # A reward model or an embedding model has the right model_type and the wrong head.
     if family is None or (stated and family not in by_architecture):
-        raise ValueError(
+        problems.append(
             f"architecture {stated} with model_type {kind!r} is not supported; supported:"
             f" {', '.join(f'{f.architecture} (model_type {f.model_type!r})' for f in _FAMILIES.values())}"
         )
+        raise ValueError("; ".join(problems))
     return hf_config.read(family, config, dtype, ignore)
 
 

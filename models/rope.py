@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitty_jax.models.config_values import checked
+
 DEFAULT_THETA = 10_000.0
 
 # Which keys each type reads, beyond rope_theta and the type itself. The first tuple is required.
@@ -34,6 +36,15 @@ _KEYS = {
     ),
 }
 ROPE_TYPES = tuple(_KEYS)
+# Keys of the block whatever its type.
+_COMMON = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+# Kinds of `checked` for the keys that are not a number above 0. Hugging Face takes an mscale of 0 for none.
+_VALUES = {
+    "original_max_position_embeddings": "whole",
+    "mscale": "not negative",
+    "mscale_all_dim": "not negative",
+    "truncate": "bool",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +74,18 @@ class RopeConfig:
     def __post_init__(self):
         if self.type not in _KEYS:
             raise ValueError(f"RoPE type {self.type!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
-        if not self.theta > 1:
-            raise ValueError(f"rope theta must be above 1, got {self.theta}")
+        if not 1 < self.theta < math.inf:
+            raise ValueError(f"rope theta (rope_theta) must be finite and above 1, got {self.theta}")
         if not self.factor > 0:
             raise ValueError(f"rope factor must be positive, got {self.factor}")
         if self.type in ("llama3", "yarn") and not (self.original_max_position and self.original_max_position > 0):
             raise ValueError(
                 f"rope type {self.type!r} needs original_max_position, the context length before scaling (a positive"
                 f" number of tokens); got {self.original_max_position}"
+            )
+        if self.type == "yarn" and not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(
+                f"rope type 'yarn' needs positive beta_fast and beta_slow, got {self.beta_fast} and {self.beta_slow}"
             )
         if self.type == "llama3" and not self.high_freq_factor > self.low_freq_factor:
             raise ValueError(
@@ -83,46 +98,14 @@ class RopeConfig:
         """Read the rotary part of a Hugging Face config.json.
 
         Takes the older form (``rope_theta`` beside ``rope_scaling`` with "rope_type" or "type") and the newer one
-        (everything in ``rope_parameters``). Raises ValueError for an unknown type, for missing and for unknown keys.
+        (everything in ``rope_parameters``). Raises one ValueError that names unknown types, missing and unknown keys,
+        and values of a wrong type or out of range.
         """
-        old, new = config.get("rope_scaling"), config.get("rope_parameters")
-        if old and new:
-            raise ValueError("config has both rope_scaling and rope_parameters; keep one of them")
-        where = "rope_scaling" if old else "rope_parameters"
-        given = dict(old or new or {})
-        old_name, new_name = given.pop("type", None), given.pop("rope_type", None)
-        if old_name and new_name and old_name != new_name:
-            raise ValueError(f"{where} names two types, {new_name!r} and {old_name!r}; keep one of them")
-        kind = new_name or old_name or "default"
-        if kind not in _KEYS:
-            raise ValueError(f"{where} type {kind!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
-        rotary = {config.get("partial_rotary_factor"), given.pop("partial_rotary_factor", None)} - {None, 1.0}
-        if rotary:
-            raise ValueError(f"partial_rotary_factor {rotary.pop()} is not supported; only 1.0 is")
-        theta = given.pop("rope_theta", None) or config.get("rope_theta") or DEFAULT_THETA
-
-        required, optional = _KEYS[kind]
-        missing = [key for key in required if key not in given]
-        unknown = sorted(set(given) - set(required) - set(optional))
-        if missing or unknown:
-            raise ValueError(
-                f"{where} of type {kind!r}: missing keys {missing}, unknown keys {unknown}; it takes"
-                f" {['rope_theta', *required, *optional]}"
-            )
-        if kind in ("llama3", "yarn"):
-            # A value beside the rotary block wins over one inside it, and the context length is the last resort: this
-            # is the order in which Hugging Face resolves them.
-            given["original_max_position_embeddings"] = (
-                config.get("original_max_position_embeddings")
-                or given.get("original_max_position_embeddings")
-                or config.get("max_position_embeddings")
-            )
-        if kind == "yarn" and given["factor"] is None:
-            given["factor"] = config["max_position_embeddings"] / given["original_max_position_embeddings"]
-        given = {key: value for key, value in given.items() if value is not None}
-        if "original_max_position_embeddings" in given:
-            given["original_max_position"] = given.pop("original_max_position_embeddings")
-        return cls(theta=float(theta), type=kind, **given)
+        problems: list[str] = []
+        rope = read_rope(config, problems)
+        if rope is None:
+            raise ValueError("; ".join(problems))
+        return rope
 
     def to_hf(self) -> dict[str, Any]:
         """The ``rope_parameters`` block of a Hugging Face config.json that reads back as this configuration."""
@@ -133,6 +116,61 @@ class RopeConfig:
             if value is not None:
                 out[key] = value
         return out
+
+
+def read_rope(config: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
+    """As `RopeConfig.from_hf`, but what is wrong is appended to problems, each naming its key, and None returned."""
+    before = len(problems)
+    old, new = (checked(config, key, "object", problems) for key in ("rope_scaling", "rope_parameters"))
+    if old and new:
+        problems.append("config has both rope_scaling and rope_parameters; keep one of them")
+        return None
+    where = "rope_scaling" if old else "rope_parameters"
+    given = dict(old or new or {})
+    old_name, new_name = (checked(given, key, "string", problems, where) for key in ("type", "rope_type"))
+    if old_name and new_name and old_name != new_name:
+        problems.append(f"{where} names two types, {new_name!r} and {old_name!r}; keep one of them")
+    kind = new_name or old_name or "default"
+    if kind not in _KEYS:
+        problems.append(f"{where} type {kind!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
+    readable = len(problems) == before
+    for block, name in ((config, ""), (given, where)):
+        if checked(block, "partial_rotary_factor", "positive", problems, name) not in (None, 1.0):
+            problems.append(f"partial_rotary_factor {block['partial_rotary_factor']} is not supported; only 1.0 is")
+    inner, outer = (checked(b, "rope_theta", "positive", problems, n) for b, n in ((given, where), (config, "")))
+    values = {"theta": DEFAULT_THETA if inner is None and outer is None else outer if inner is None else inner}
+    if not readable:  # which keys belong to the block depends on its type
+        return None
+
+    required, optional = _KEYS[kind]
+    by_ratio = kind == "yarn" and "factor" in given and given["factor"] is None
+    missing = [key for key in required if given.get(key) is None and not (by_ratio and key == "factor")]
+    unknown = sorted(set(given) - {*required, *optional, *_COMMON}, key=str)
+    if missing or unknown:
+        problems.append(
+            f"{where} of type {kind!r}: missing keys {missing}, unknown keys {unknown}; it takes"
+            f" {['rope_theta', *required, *optional]}"
+        )
+    for key in (*required, *optional):
+        values[key] = checked(given, key, _VALUES.get(key, "positive"), problems, where)
+    if kind in ("llama3", "yarn"):
+        longest = checked(config, "max_position_embeddings", "whole", problems)
+        # A value beside the rotary block wins over one inside it, and the context length is the last resort: this
+        # is the order in which Hugging Face resolves them.
+        inside = values.pop("original_max_position_embeddings")
+        original = checked(config, "original_max_position_embeddings", "whole", problems) or inside or longest
+        values["original_max_position"] = original
+        if by_ratio and longest and original:
+            values["factor"] = longest / original
+        elif by_ratio:
+            problems.append(f"{where}.factor = None needs max_position_embeddings, of which it takes the ratio")
+    if len(problems) > before:
+        return None
+    try:
+        return RopeConfig(type=kind, **{key: value for key, value in values.items() if value is not None})
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _yarn_frequencies(config: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:

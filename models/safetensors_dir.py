@@ -6,6 +6,7 @@ Nothing is fetched: files are read where they are.
 import collections
 import json
 import math
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -123,12 +124,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one file, to be read by transformers too; names the file if that fails (a full disk, say)."""
+    """Write one file, to be read by transformers too; names the file if that fails (a full disk, say).
+
+    Its permissions are those of any new file (by the umask), or stay those of the file that it replaces.
+    """
     # save_file takes the memory behind an array as it lies, whatever its strides.
     dense = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     try:
+        path.touch()
+        mode = path.stat().st_mode
         save_file(dense, path, metadata={"format": "pt"})  # transformers refuses a file without the format
-    except safetensors.SafetensorError as error:
+        if path.stat().st_mode != mode:  # safetensors makes a file that its owner alone can read
+            path.chmod(stat.S_IMODE(mode))
+    except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be written: {error}.") from None
 
 

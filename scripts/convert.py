@@ -9,6 +9,7 @@ transformers.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -31,13 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--max-shard-gb",
-        type=float,
+        type=_gigabytes,
         default=DEFAULT_SHARD_BYTES / 1e9,
         help="largest weight file, and so the memory needed, in 10^9 bytes (default: %(default)g)",
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
     parser.add_argument(
-        "--force", action="store_true", help="write into a directory that is not empty, replacing its weights"
+        "--force", action="store_true", help="write into a directory that is not empty, replacing its checkpoint"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -52,11 +53,25 @@ def main(argv: list[str] | None = None) -> int:
         )
     except (ValueError, OSError) as error:
         print(f"convert.py: {error}", file=sys.stderr)
-        return 1
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
     print(f"{arguments.destination}: {', '.join(written)}")
     if not arguments.no_tokenizer and not any(name.startswith(("tokenizer.json", "vocab.json")) for name in written):
         print("note: the source has no tokenizer files, so none were written", file=sys.stderr)
     return 0
+
+
+def _gigabytes(text: str) -> float:
+    """The value of --max-shard-gb: at least one byte, and a number of bytes that an int can hold."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value * 1e9 < math.inf:
+        raise argparse.ArgumentTypeError(f"wanted a finite number of 10^9 bytes, at least 1e-9, got {text!r}")
+    return value
 
 
 def _show(done: int, total: int, name: str) -> None:

@@ -308,6 +308,13 @@ def test_an_unknown_architecture_or_rope_type_is_named_with_the_path(tmp_path, c
         load_model(tmp_path)
 
 
+def test_a_value_of_a_wrong_type_is_named_with_the_path(tmp_path):
+    copy_golden("qwen3", tmp_path)
+    edit_config(tmp_path, tie_word_embeddings="false")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: .*tie_word_embeddings = 'false' .wanted true or false"):
+        plan_checkpoint(tmp_path)
+
+
 def test_tensors_of_integer_types_are_refused(tmp_path):
     copy_golden("qwen3", tmp_path)
     rewrite(tmp_path, lambda t: t.update({"model.norm.weight": np.zeros(32, np.int8)}))

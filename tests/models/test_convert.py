@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.checkpoint_source import CheckpointError
-from kitty_jax.models.export import convert_checkpoint, shard_names
+from kitty_jax.models.export import TOKENIZER_FILES, convert_checkpoint, shard_names
 from kitty_jax.models.names import hf_names
 from kitty_jax.models.registry import config_from_hf, params_of
 from kitty_jax.models.safetensors_dir import write_safetensors
@@ -173,7 +173,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    assert convert.main([str(GOLDEN / "qwen3"), str(out)]) == 1
+    assert convert.main([str(GOLDEN / "qwen3"), str(out)]) == 2
     assert "not empty" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
@@ -199,7 +199,7 @@ def test_source_and_destination_must_differ(tmp_path):
 def test_a_tokenizer_that_cannot_be_rebuilt_stops_before_writing(tmp_path, capsys):
     metadata = {**byte_level_tokenizer(), "tokenizer.ggml.pre": "tekken"}
     write_gguf(tmp_path / "m.gguf", "qwen3", metadata=metadata)
-    assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 1
+    assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out")]) == 2
     assert "'tekken' is not supported" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert convert.main([str(tmp_path / "m.gguf"), str(tmp_path / "out"), "--no-tokenizer"]) == 0
@@ -207,7 +207,7 @@ def test_a_tokenizer_that_cannot_be_rebuilt_stops_before_writing(tmp_path, capsy
 
 
 def test_a_source_that_does_not_exist(tmp_path, capsys):
-    assert convert.main([str(tmp_path / "no"), str(tmp_path / "out")]) == 1
+    assert convert.main([str(tmp_path / "no"), str(tmp_path / "out")]) == 2
     assert "never downloaded" in capsys.readouterr().err
 
 
@@ -219,3 +219,54 @@ def test_an_interrupted_conversion_is_not_a_checkpoint(tmp_path):
         convert_checkpoint(GOLDEN / "qwen3", tmp_path / "out", progress=stop)
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_model(tmp_path / "out")
+
+
+def test_force_removes_what_is_left_of_an_earlier_checkpoint(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        (out / name).write_text('{"eos_token_id": 7}')
+    (out / "notes.txt").write_text("mine")
+    source = copy_golden("qwen3", tmp_path / "in")
+    edit_config(source, bos_token_id=None, eos_token_id=None)
+    assert convert.main([str(source), str(out), "--force"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
+
+
+def test_the_destination_is_checked_before_the_source_is_opened(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert_checkpoint(tmp_path / "absent", tmp_path / "out")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_weights_have_the_permissions_of_other_files(tmp_path):
+    before = os.umask(0o027)
+    try:
+        convert_checkpoint(GOLDEN / "qwen3", tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == dict.fromkeys(
+        ("config.json", "generation_config.json", "model.safetensors"), 0o640
+    )
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "1e-10", "1e305", "two"])
+def test_a_shard_size_that_is_no_size_is_named_with_its_flag(tmp_path, capsys, value):
+    with pytest.raises(SystemExit) as exit_:
+        convert.main([str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--max-shard-gb", value])
+    assert exit_.value.code == 2
+    message = capsys.readouterr().err
+    assert "argument --max-shard-gb: " in message
+    assert f"wanted a finite number of 10^9 bytes, at least 1e-9, got {value!r}" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_has_a_status_of_its_own(monkeypatch, capsys):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "convert_checkpoint", stop)
+    assert convert.main(["in", "out"]) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"

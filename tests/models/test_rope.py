@@ -101,7 +101,38 @@ def test_unsupported_settings_are_refused(config, message):
         RopeConfig.from_hf(config)
 
 
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "key, value, wanted",
+    [
+        ("factor", "8", "a finite number above 0"),
+        ("factor", float("inf"), "a finite number above 0"),
+        ("beta_fast", 0, "a finite number above 0"),
+        ("mscale", -1, "a finite number of at least 0"),
+        ("truncate", "false", "true or false"),
+        ("original_max_position_embeddings", 32.0, "a whole number of at least 1"),
+        ("rope_type", 5, "a string"),
+    ],
+)
+def test_values_of_a_wrong_type_or_range_are_refused(key, value, wanted):
+    assert RopeConfig.from_hf({"rope_parameters": YARN}).factor == 8.0
+    with pytest.raises(ValueError) as error:
+        RopeConfig.from_hf({"rope_parameters": YARN | {key: value}})
+    assert str(error.value) == f"rope_parameters.{key} = {value!r} (wanted {wanted})"
+
+
+def test_a_null_factor_is_no_factor():
+    with pytest.raises(ValueError, match=r"missing keys \['factor'\]"):
+        RopeConfig.from_hf({"rope_scaling": {"type": "linear", "factor": None}})
+    with pytest.raises(ValueError, match="factor = None needs max_position_embeddings"):
+        RopeConfig.from_hf({"rope_parameters": YARN | {"factor": None}})
+
+
 def test_constructor_checks():
+    with pytest.raises(ValueError, match="positive beta_fast and beta_slow, got 0"):
+        RopeConfig(type="yarn", original_max_position=8, beta_fast=0)
     with pytest.raises(ValueError, match="'ntk' is not supported; supported types: default"):
         RopeConfig(type="ntk")
     with pytest.raises(ValueError, match="factor must be positive, got 0"):
