@@ -1,4 +1,4 @@
-# make demo | test | lint | fetch | clean.    PYTHON=python3.12 names another Python.
+# make demo | test | test-all | lint | fetch | clean.    PYTHON=python3.12 names another Python.
 # Every path is relative and without a space, so the checkout itself may lie anywhere.
 SHELL := /bin/sh
 PYTHON ?= python3
@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 MODEL := .cache/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 PIP := $(RUN) -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test lint fetch clean
+.PHONY: demo test test-all lint fetch clean
 .DELETE_ON_ERROR:
 
 # Compiled programs are kept in .cache, so that a second demo starts sooner.
@@ -22,7 +22,11 @@ demo: $(VENV)/.installed
 	  $(RUN) scripts/generate.py --model "$(MODEL)" --chat --prompt "$$PROMPT" --cache "$$CACHE" \
 	  --capacity 4096
 
+# `make test` leaves out what is marked slow: a second look at what the others cover, on more caches or longer texts.
 test: lint
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-all: lint
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed-dev

@@ -154,7 +154,6 @@ def test_python_check_says_what_came_and_what_was_wanted() -> None:
         assert part in message
 
 
-@pytest.mark.slow
 def test_built_archives(tmp_path: Path) -> None:
     """Wheel and source archive hold the two linked folders as files, and the wheel imports from another folder."""
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT)]

@@ -15,7 +15,6 @@ def model(smollm2_path):
     return load_model(smollm2_path, dtype="float32")
 
 
-@pytest.mark.slow
 def test_greedy_continuation_with_the_full_cache(model, smollm2_path) -> None:
     tokenizer = load_tokenizer(smollm2_path)
     assert tokenizer("The capital of France is")["input_ids"] == PROMPT

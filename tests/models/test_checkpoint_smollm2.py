@@ -66,7 +66,6 @@ def test_tokenizer(tokenizer, smollm2_path):
     assert stop_token_ids(smollm2_path) == (2,)
 
 
-@pytest.mark.slow
 def test_greedy_continuation(model):
     # One pass for all: each token of the continuation is the best one after those before it.
     hidden = hidden_of(model, [*PROMPT_IDS, *GREEDY[:-1]])
@@ -74,7 +73,6 @@ def test_greedy_continuation(model):
     assert best.tolist() == GREEDY
 
 
-@pytest.mark.slow
 def test_negative_log_likelihood_of_the_essays(model, tokenizer, essays_text):
     tokens = tokenizer.encode(essays_text[: 8 * SCORED], add_special_tokens=False)[:SCORED]
     assert len(tokens) == SCORED
@@ -83,7 +81,6 @@ def test_negative_log_likelihood_of_the_essays(model, tokenizer, essays_text):
     assert -scores.mean() == pytest.approx(NLL, abs=0.002)
 
 
-@pytest.mark.slow
 def test_the_converted_directory_is_the_same_model(model, tokenizer, smollm2_path, tmp_path):
     convert_checkpoint(smollm2_path, tmp_path / "out", dtype="bfloat16", max_shard_bytes=100_000_000)
     again = load_model(tmp_path / "out")
