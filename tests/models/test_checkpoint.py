@@ -56,7 +56,7 @@ def shard(directory, count=3):
 def test_logits_of_a_directory_are_those_of_hugging_face(name):
     golden = np.load(GOLDEN / name / "golden.npz")
     logits = logits_of(load_model(GOLDEN / name), golden["tokens"])
-    np.testing.assert_allclose(logits, golden["logits"], atol=2e-4, rtol=1e-4)
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
