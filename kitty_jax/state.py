@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kitty_jax.config import CacheConfig, layer_configs
-from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat
+from kitty_jax.pallas_kernels.pages import LayerKV
 
 
 class CacheShape(Protocol):
@@ -209,8 +209,3 @@ def nbytes(state: KVState) -> dict[str, int]:
     out["tables"] = sum(size(x) for x in jax.tree.leaves(tables))
     out["total"] = sum(out.values())
     return out
-
-
-def page_formats(state: KVState) -> tuple[PageFormat | None, ...]:
-    """The page format of every layer, None for full precision."""
-    return tuple(layer.kv.fmt if isinstance(layer, QuantizedLayer) else None for layer in state.layers)

@@ -7,7 +7,7 @@ import pytest
 
 from kitty_jax.config import CACHE_NAMES, CacheConfig
 from kitty_jax.pallas_kernels.pages import PageFormat
-from kitty_jax.state import FullLayer, KVShape, init_state, nbytes, page_formats, pages_per_sequence
+from kitty_jax.state import FullLayer, KVShape, init_state, nbytes, pages_per_sequence
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
 PARTS = ["key_codes", "key_metadata", "value_codes", "value_metadata", "sink", "key_tail", "value_window"]
@@ -66,7 +66,7 @@ def test_layers_of_different_kinds():
     configs = [CacheConfig.full(), CacheConfig.kitty(), "kivi2-sink"]
     state = init_state(configs, SHAPE, batch=1, capacity=300)
     assert isinstance(state.layers[0], FullLayer)
-    assert [f and f.boosted for f in page_formats(state)] == [None, 8, 0]
+    assert [getattr(layer, "kv", None) and layer.kv.fmt.boosted for layer in state.layers] == [None, 8, 0]
     assert [x.index for x in state.layers[1:]] == [1, 2]
     assert state.page_table.shape == (1, 2)
     assert (state.batch, state.capacity) == (1, 300)
