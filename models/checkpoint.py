@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.checkpoint_source import CheckpointError, CheckpointSource
+from kitty_jax.models.fused import join_arrived
 from kitty_jax.models.names import Target, hf_names, may_ignore
 from kitty_jax.models.registry import config_from_hf, model_from_params
 from kitty_jax.models.sharding import check_mesh, param_sharding
@@ -24,7 +25,12 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_model(
-    path: str | Path, *, dtype: Any = None, mesh: jax.sharding.Mesh | None = None, progress: Progress | None = None
+    path: str | Path,
+    *,
+    dtype: Any = None,
+    mesh: jax.sharding.Mesh | None = None,
+    fused: bool = False,
+    progress: Progress | None = None,
 ) -> Any:
     """A model with the weights of a checkpoint on this machine (nothing is downloaded).
 
@@ -33,6 +39,8 @@ def load_model(
     dtype: float32, bfloat16 or float16 for every parameter and the activations. None keeps a directory's stored dtype
       (that of most bytes, if mixed) and means float32 for .gguf.
     mesh: each parameter goes straight to its NamedSharding (`kitty_jax.models.sharding`); None: the default device.
+    fused: query, key and value projections as one parameter, gate and up as one (`kitty_jax.models.fused`); joined on
+      the devices as their tensors arrive.
     progress: called after each tensor with (bytes of the source done, bytes in total, tensor name).
 
     A tied model (`tie_word_embeddings`) has no head of its own. If its checkpoint holds `lm_head.weight` all the
@@ -53,7 +61,9 @@ def load_model(
             array = jax.make_array_from_callback(values.shape, shardings[name], values.__getitem__)
         # Waits, or the host copies of many tensors would pile up in the transfer queue.
         params[target.path] = jax.block_until_ready(array)
-    return model_from_params(plan.config, params)
+        if fused:
+            join_arrived(plan.config, params, target.path)
+    return model_from_params(dataclasses.replace(plan.config, fused=fused), params)
 
 
 @dataclasses.dataclass(frozen=True)

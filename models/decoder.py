@@ -17,6 +17,7 @@ from jax import lax
 from kitty_jax.models.rope import RopeConfig, cos_sin, rotate
 
 # attend(cache, q [B, T, N, D], k [B, T, K, D], v [B, T, K, D]) -> (out [B, T, N, D], cache)
+# As a jax.tree_util.Partial it makes equal blocks share one trace: see Decoder.__call__.
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -29,6 +30,8 @@ class DecoderConfig:
     family: "qwen3", "qwen2" or "llama", the Hugging Face model type it reads and writes.
     dtype: of parameters and activations (bfloat16, float16 or float32). rms_eps: added to the mean square in norms.
     max_position: longest sequence in tokens that the checkpoint was made for.
+    fused: the query, key and value projections are one parameter, and gate and up are one; the same numbers in another
+      layout, which checkpoints do not have (`kitty_jax.models.fused`).
     """
 
     family: str
@@ -46,6 +49,7 @@ class DecoderConfig:
     qkv_bias: bool
     tied_head: bool
     dtype: Any = jnp.bfloat16
+    fused: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one spelling, so that equal configs compare equal
@@ -64,18 +68,18 @@ class DecoderConfig:
 
 
 def _matmul(x: jax.Array, weight: jax.Array, out_dtype) -> jax.Array:
-    """x [..., I], weight [O, I] -> [..., O]. float32 runs at full precision: on a GPU the default would be TF32."""
+    """x [..., I], weight [O..., I] -> [..., O...]. float32 at full precision: on a GPU the default would be TF32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
-    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    dims = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=out_dtype)
 
 
 class Linear(nnx.Module):
-    """x [..., I] -> [..., O] in x's dtype."""
+    """x [..., I] -> [..., O...] in x's dtype; O may have several dimensions."""
 
-    def __init__(self, in_dim: int, out_dim: int, dtype, bias: bool = False):
-        self.weight = nnx.Param(jnp.zeros((out_dim, in_dim), dtype))
-        self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
+    def __init__(self, in_dim: int, out_dims: tuple[int, ...], dtype, bias: bool = False):
+        self.weight = nnx.Param(jnp.zeros((*out_dims, in_dim), dtype))
+        self.bias = nnx.Param(jnp.zeros(out_dims, dtype)) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         out = _matmul(x, self.weight[...], x.dtype)
@@ -106,40 +110,67 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with optional QK-norm and QKV bias; where K and V are kept is attend's business."""
+    """Grouped-query attention with optional QK-norm and QKV bias; where K and V are kept is attend's business.
+
+    Fused, one parameter qkv [K, Q + 2, D, E] has for each KV head its Q = N / K query heads, its key and its value.
+    """
 
     def __init__(self, config: DecoderConfig):
         embed, heads = config.embed_dim, config.num_heads * config.head_dim
-        kv_heads = config.num_kv_heads * config.head_dim
         self.head_dim = config.head_dim
-        self.q = Linear(embed, heads, config.dtype, config.qkv_bias)
-        self.k = Linear(embed, kv_heads, config.dtype, config.qkv_bias)
-        self.v = Linear(embed, kv_heads, config.dtype, config.qkv_bias)
-        self.o = Linear(heads, embed, config.dtype)
+
+        def projection(*out_dims: int) -> Linear:
+            return Linear(embed, out_dims, config.dtype, config.qkv_bias)
+
+        if config.fused:
+            group = config.num_heads // config.num_kv_heads
+            self.qkv = projection(config.num_kv_heads, group + 2, config.head_dim)
+        else:
+            self.q = projection(heads)
+            self.k = projection(config.num_kv_heads * config.head_dim)
+            self.v = projection(config.num_kv_heads * config.head_dim)
+        self.fused = config.fused
+        self.o = Linear(heads, (embed,), config.dtype)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps, config.dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, config.dtype) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache, attend: Attend):
         """x [B, T, E]; cos, sin [B, T, 1, D/2] -> (out [B, T, E], cache)."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (project(x).reshape(shape) for project in (self.q, self.k, self.v))
+        q, k, v = self._project(x)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(cache, rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
 
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, T, E] -> q [B, T, N, D], k and v [B, T, K, D]."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        if not self.fused:
+            return self.q(x).reshape(shape), self.k(x).reshape(shape), self.v(x).reshape(shape)
+        qkv = self.qkv(x)  # [B, T, K, Q + 2, D]
+        return qkv[..., :-2, :].reshape(shape), qkv[..., -2, :], qkv[..., -1, :]
+
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), x [B, T, E]."""
+    """down(silu(gate(x)) * up(x)), x [B, T, E]. Fused, gate and up are one parameter gate_up [2, F, E]."""
 
     def __init__(self, config: DecoderConfig):
-        self.gate = Linear(config.embed_dim, config.mlp_dim, config.dtype)
-        self.up = Linear(config.embed_dim, config.mlp_dim, config.dtype)
-        self.down = Linear(config.mlp_dim, config.embed_dim, config.dtype)
+        embed, mlp = config.embed_dim, config.mlp_dim
+        if config.fused:
+            self.gate_up = Linear(embed, (2, mlp), config.dtype)
+        else:
+            self.gate = Linear(embed, (mlp,), config.dtype)
+            self.up = Linear(embed, (mlp,), config.dtype)
+        self.fused = config.fused
+        self.down = Linear(mlp, (embed,), config.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        gate = jax.nn.silu(self.gate(x).astype(jnp.float32)).astype(x.dtype)
-        return self.down(gate * self.up(x))
+        if self.fused:
+            both = self.gate_up(x)  # [B, T, 2, F]
+            gate, up = both[..., 0, :], both[..., 1, :]
+        else:
+            gate, up = self.gate(x), self.up(x)
+        return self.down(jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up)
 
 
 class Block(nnx.Module):
@@ -157,6 +188,15 @@ class Block(nnx.Module):
         return x + self.mlp(self.post_norm(x)), cache
 
 
+def _run_block(block: Block, *args):
+    return block(*args)
+
+
+# A traced call of it is one reference to a function that all blocks of equal structure and shapes share: 36 layers cost
+# the tracing and lowering of one. XLA inlines the calls, so the program is that of unrolled blocks.
+_run_shared = jax.jit(_run_block)
+
+
 class Decoder(nnx.Module):
     """A causal language model. Constructed with zero weights; build a real one with kitty_jax.models.registry."""
 
@@ -165,7 +205,7 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config.vocab_size, config.embed_dim, config.dtype)
         self.layers = nnx.List([Block(config) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.embed_dim, config.rms_eps, config.dtype)
-        self.head = None if config.tied_head else Linear(config.embed_dim, config.vocab_size, config.dtype)
+        self.head = None if config.tied_head else Linear(config.embed_dim, (config.vocab_size,), config.dtype)
 
     def __call__(self, tokens: jax.Array, positions: jax.Array, caches: tuple, attend: Attend):
         """tokens, positions int32 [B, T]; caches: one opaque pytree per layer -> (hidden [B, T, E], caches).
@@ -173,14 +213,19 @@ class Decoder(nnx.Module):
         hidden is after the final norm, in config.dtype. attend(cache, q, k, v) gets q [B, T, N, D] and k, v
         [B, T, K, D], q and k after QK-norm and RoPE, and returns (out [B, T, N, D] in q's dtype, cache); query head n
         belongs to KV head n // (N // K) and attend applies the scale D ** -0.5.
+
+        attend may be any callable, and is then called layer by layer as the model is traced. As a
+        jax.tree_util.Partial of a function at module level, with every array among its arguments (pytrees), it lets
+        equal blocks be traced and lowered once; caches are equal if their shapes and static fields are.
         """
         if len(caches) != self.config.num_layers:
             raise ValueError(f"this model has {self.config.num_layers} layers and needs as many caches: {len(caches)}")
         x = self.embed(tokens)
         cos, sin = cos_sin(self.config.rope, positions, self.config.head_dim, x.dtype)
+        run = _run_shared if isinstance(attend, jax.tree_util.Partial) else _run_block
         new = []
         for block, cache in zip(self.layers, caches, strict=True):
-            x, cache = block(x, cos, sin, cache, attend)
+            x, cache = run(block, x, cos, sin, cache, attend)
             new.append(cache)
         return self.norm(x), tuple(new)
 

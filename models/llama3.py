@@ -1,4 +1,4 @@
-"""LLaMA 3.1, 3.2, 3.3 and other models of the plain "llama" type: named configurations, and reading of config.json.
+"""LLaMA 3, 3.1, 3.2, 3.3 and other models of the plain "llama" type: named configurations, and reading of config.json.
 
 Sizes are those of the checkpoints' published config.json.
 """
@@ -21,8 +21,16 @@ def from_hf(config: Mapping[str, Any], dtype=None, ignore: Collection[str] = ())
 
 
 def _llama3(
-    embed: int, mlp: int, layers: int, heads: int, head_dim: int, *, rope_factor: float, tied: bool
+    embed: int, mlp: int, layers: int, heads: int, head_dim: int, *, rope_factor: float | None, tied: bool
 ) -> DecoderConfig:
+    """rope_factor: how far positions are stretched to reach 131,072; None for the first models, of 8,192 positions."""
+    scaling = {
+        "type": "llama3",
+        "factor": rope_factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position": 8192,
+    }
     return DecoderConfig(
         family="llama",
         vocab_size=128_256,
@@ -32,20 +40,23 @@ def _llama3(
         num_heads=heads,
         num_kv_heads=8,
         head_dim=head_dim,
-        max_position=131_072,
-        rope=RopeConfig(
-            theta=5e5,
-            type="llama3",
-            factor=rope_factor,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position=8192,
-        ),
+        max_position=8192 if rope_factor is None else 131_072,
+        rope=RopeConfig(theta=5e5, **({} if rope_factor is None else scaling)),
         rms_eps=1e-5,
         qk_norm=False,
         qkv_bias=False,
         tied_head=tied,
     )
+
+
+def llama3_8b() -> DecoderConfig:
+    """meta-llama/Meta-Llama-3-8B and its Instruct version."""
+    return _llama3(4096, 14_336, 32, 32, 128, rope_factor=None, tied=False)
+
+
+def llama3_70b() -> DecoderConfig:
+    """meta-llama/Meta-Llama-3-70B and its Instruct version."""
+    return _llama3(8192, 28_672, 80, 64, 128, rope_factor=None, tied=False)
 
 
 def llama3_1_8b() -> DecoderConfig:

@@ -79,7 +79,15 @@ def abstract_params(config: DecoderConfig) -> dict[Path, jax.ShapeDtypeStruct]:
 
 
 def hf_names(config: DecoderConfig) -> dict[str, Target]:
-    """The exact set of tensors that a Hugging Face checkpoint of this configuration has: name -> Target."""
+    """The exact set of tensors that a Hugging Face checkpoint of this configuration has: name -> Target.
+
+    Raises ValueError for a fused configuration, whose layout no checkpoint has.
+    """
+    if config.fused:
+        raise ValueError(
+            "checkpoints have no fused projections: unfuse the model (kitty_jax.models.fused.unfuse), or give its"
+            " config with fused=False"
+        )
     params = abstract_params(config)
     return {hf_name_of(path): Target(path, leaf.shape) for path, leaf in params.items()}
 

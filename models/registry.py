@@ -1,6 +1,7 @@
 """From a name, a config.json, or arrays to a decoder: the one place that knows all families."""
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from kitty_jax.models import hf_config, llama3, qwen3
 from kitty_jax.models.config_values import checked
 from kitty_jax.models.decoder import Decoder, DecoderConfig
 from kitty_jax.models.names import Path, abstract_model, abstract_params, params_of, path_text
-from kitty_jax.models.sharding import check_mesh, param_sharding
+from kitty_jax.models.sharding import check_mesh, param_sharding, partition_spec
 
 _FAMILIES = {family.model_type: family for family in (qwen3.QWEN3, qwen3.QWEN2, llama3.LLAMA)}
 
@@ -27,6 +28,8 @@ CONFIGS: dict[str, Callable[[], DecoderConfig]] = {
     "qwen2.5-0.5b": qwen3.qwen2_5_0_5b,
     "qwen2.5-1.5b": qwen3.qwen2_5_1_5b,
     "qwen2.5-7b": qwen3.qwen2_5_7b,
+    "llama3-8b": llama3.llama3_8b,
+    "llama3-70b": llama3.llama3_70b,
     "llama3.1-8b": llama3.llama3_1_8b,
     "llama3.2-1b": llama3.llama3_2_1b,
     "llama3.2-3b": llama3.llama3_2_3b,
@@ -34,6 +37,8 @@ CONFIGS: dict[str, Callable[[], DecoderConfig]] = {
     "smollm2-135m": llama3.smollm2_135m,
 }
 CONFIG_NAMES = tuple(CONFIGS)
+
+BLOCK_ELEMENTS = 2**24  # random numbers drawn at a time
 
 __all__ = [
     "CONFIGS",
@@ -114,8 +119,11 @@ def model_from_params(config: DecoderConfig, params: Mapping[Path, jax.Array]) -
 def random_model(config: DecoderConfig, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
     """A decoder with random weights, made leaf by leaf on the devices (sharded over the mesh, if given).
 
+    Leaves of one shape share a compiled function, and a large one is made in blocks: drawing random numbers takes
+    several times their float32 size, which for a whole embedding would be gigabytes.
     Matrices are normal with variance 1 / inputs, so activations keep their size; norms are near 1 and biases near 0,
-    and neither exactly. The same seed gives the same weights on any mesh.
+    and neither exactly. The same seed gives the same weights on any mesh; a fused configuration gets others than
+    `kitty_jax.models.fused.fuse` makes of the unfused model.
     """
     if mesh is not None:
         check_mesh(mesh, config)
@@ -123,16 +131,40 @@ def random_model(config: DecoderConfig, seed: int = 0, mesh: Mesh | None = None)
     params = {}
     for index, (path, leaf) in enumerate(abstract_params(config).items()):
         sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
-        make = _initializer(path[-1] if leaf.ndim == 1 else "matrix", leaf.shape, leaf.dtype, sharding)
+        kind = "matrix" if leaf.ndim > 1 and path[-1] == "weight" else path[-1]
+        whole = [axis for axis, name in enumerate(partition_spec(path)) if name is None]
+        make = _initializer(kind, leaf.shape, leaf.dtype, sharding, whole[-1] if whole else None)
         params[path] = make(jax.random.fold_in(key, index))
     return model_from_params(config, params)
 
 
 @functools.cache  # one compilation for all leaves of one shape
-def _initializer(kind: str, shape: tuple[int, ...], dtype, sharding) -> Callable[[jax.Array], jax.Array]:
+def _initializer(
+    kind: str, shape: tuple[int, ...], dtype, sharding, axis: int | None
+) -> Callable[[jax.Array], jax.Array]:
+    """axis: one along which a leaf may be made block by block; on a mesh it must be whole, or blocks would move."""
     center, spread = {"matrix": (0.0, shape[-1] ** -0.5), "weight": (1.0, 0.1), "bias": (0.0, 0.1)}[kind]
 
-    def make(key):
+    def numbers(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return (center + spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
+    def make(key: jax.Array) -> jax.Array:
+        blocks = 1 if axis is None else _blocks(math.prod(shape), shape[axis])
+        if blocks == 1:
+            return numbers(key, shape)
+        width = shape[axis] // blocks
+        block = (*shape[:axis], width, *shape[axis + 1 :])
+
+        def fill(i: jax.Array, leaf: jax.Array) -> jax.Array:
+            made = numbers(jax.random.fold_in(key, i), block)
+            return jax.lax.dynamic_update_slice_in_dim(leaf, made, i * width, axis)
+
+        return jax.lax.fori_loop(0, blocks, fill, jnp.zeros(shape, dtype))
+
     return jax.jit(make, out_shardings=sharding)
+
+
+def _blocks(elements: int, length: int) -> int:
+    """Fewest equal blocks along an axis of `length` that hold BLOCK_ELEMENTS at most, or `length`."""
+    fits = (n for n in range(1, length) if length % n == 0 and elements // n <= BLOCK_ELEMENTS)
+    return next(fits, length)

@@ -16,8 +16,11 @@ PARTITION_TABLE = (
     (r"(embed|head)/weight", PartitionSpec("model", None)),
     (r"layers/\d+/attn/[qkv]/weight", PartitionSpec("model", None)),
     (r"layers/\d+/attn/[qkv]/bias", PartitionSpec("model")),
+    (r"layers/\d+/attn/qkv/weight", PartitionSpec("model", None, None, None)),  # by KV head
+    (r"layers/\d+/attn/qkv/bias", PartitionSpec("model", None, None)),
     (r"layers/\d+/attn/o/weight", PartitionSpec(None, "model")),
     (r"layers/\d+/mlp/(gate|up)/weight", PartitionSpec("model", None)),
+    (r"layers/\d+/mlp/gate_up/weight", PartitionSpec(None, "model", None)),
     (r"layers/\d+/mlp/down/weight", PartitionSpec(None, "model")),
     (r"(layers/\d+/(input_norm|post_norm|attn/[qk]_norm)|norm)/weight", PartitionSpec()),
 )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from kitty_jax.models import llama3, qwen3
+from kitty_jax.models import llama3, qwen3, registry
 from kitty_jax.models.decoder import causal_attend
 from kitty_jax.models.names import hf_name_of, hf_names, may_ignore
 from kitty_jax.models.registry import (
@@ -116,6 +116,8 @@ PARAMS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-7b": 7_615_616_512,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
     "llama3.1-8b": 8_030_261_248,
     "llama3.2-1b": 1_235_814_400,
     "llama3.2-3b": 3_212_749_824,
@@ -267,6 +269,37 @@ def test_random_model_is_reproducible_and_exercises_every_parameter():
         assert np.ptp(value) > 0
     np.testing.assert_allclose(np.std(one["layers", 0, "mlp", "down", "weight"]), 32**-0.5, rtol=0.1)
     assert np.abs(one["layers", 0, "attn", "q", "weight"] - one["layers", 1, "attn", "q", "weight"]).max() > 0
+
+
+@pytest.mark.parametrize("meshed", [False, True])
+def test_large_leaves_are_made_in_blocks_of_bounded_size(meshed, monkeypatch):
+    if jax.device_count() < 2:
+        pytest.skip(f"needs 2 devices, has {jax.device_count()}")
+    monkeypatch.setattr(registry, "BLOCK_ELEMENTS", 2**12)
+    mesh = make_mesh(1, 2, jax.devices()[:2]) if meshed else None
+    for path, shape in ((("embed", "weight"), (512, 384)), (("layers", 0, "mlp", "down", "weight"), (384, 512))):
+        axis = 1 if path == ("embed", "weight") else 0
+        sharding = mesh and param_sharding(mesh, path, shape)
+        registry._initializer.cache_clear()  # the block size is not among its arguments
+        make = registry._initializer("matrix", shape, jnp.dtype("bfloat16"), sharding, axis)
+        compiled = make.lower(jax.random.key(0)).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 2 * 512 * 384  # half a float32 copy
+        assert not re.search(r"all-(gather|reduce|to-all)|collective-permute", compiled.as_text())
+        values = np.asarray(make(jax.random.key(0)), np.float32)
+        alone = registry._initializer("matrix", shape, jnp.dtype("bfloat16"), None, axis)(jax.random.key(0))
+        np.testing.assert_array_equal(values, np.asarray(alone, np.float32))
+        np.testing.assert_allclose(values.std(), shape[-1] ** -0.5, rtol=0.02)
+        assert len(np.unique(values[::128, ::128])) > 10  # blocks are not copies of each other
+        slices = np.split(values, 16, axis=axis)
+        assert all(np.abs(slices[0] - other).max() > 0 for other in slices[1:])
+    registry._initializer.cache_clear()
+
+
+def test_the_first_llama_3_has_no_rope_scaling():
+    first, later = config_from_name("llama3-8b"), config_from_name("llama3.1-8b")
+    published = {k: v for k, v in LLAMA_3_1_8B.items() if k != "rope_scaling"} | {"max_position_embeddings": 8192}
+    assert config_from_hf(published) == first
+    assert dataclasses.replace(later, rope=first.rope, max_position=8192) == first
 
 
 def test_partitions():
