@@ -19,7 +19,7 @@ from kitty_jax.pallas_kernels import decode_merge_mgpu as merging
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels.decode_block_mgpu import Block, Operands, Running, stage_queries, start_block
 from kitty_jax.pallas_kernels.decode_dense_mgpu import DenseStage, attend_edge_pages, attend_regions
-from kitty_jax.pallas_kernels.decode_pages_mgpu import PageWalk, RecordSlots, attend_pages
+from kitty_jax.pallas_kernels.decode_pages_mgpu import PageWalk, attend_pages
 from kitty_jax.pallas_kernels.decode_plan import WARPS, DecodePlan
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits, decode_tuning
@@ -56,7 +56,8 @@ def unsupported(q: Array, kv: LayerKV, scale: float) -> str | None:
 
 
 def make_plan(q: Array, kv: LayerKV, page_table: Array, scale: float, tuning: DecodeTuning | None = None) -> DecodePlan:
-    """The static shape of a call, with the splits of ``tuning`` (default: the device's)."""
+    """The static shape of a call, split as ``tuning`` (default: the device's) says."""
+    tuning = tuning or decode_tuning()
     b, t, n, _ = q.shape
     m, k, _ = kv.key_pages.shape
     kind = KINDS[kv.tail_keys.dtype.name]
@@ -76,7 +77,7 @@ def make_plan(q: Array, kv: LayerKV, page_table: Array, scale: float, tuning: De
         out_kind=KINDS[q.dtype.name],
     )
     splits = decode_splits(
-        tuning or decode_tuning(),
+        tuning,
         work_items=plan.work_items,
         pages=plan.pages,
         warps=WARPS,
@@ -166,27 +167,15 @@ def _emit(plan: DecodePlan, addresses: list[ptx.Value], smem: ptx.Value) -> None
     block = stage()
     with ptx.when(ptx.equal(block.lane, 0)):
         ptx.mbarrier_init(block.key_barrier, 2)
-    walk = PageWalk(block) if plan.pages else None  # the first pages are on their way while q is staged
+    walk = PageWalk(block) if plan.pages else None
+    if walk:
+        walk.start()  # the first pages are on their way while q is staged
     stage_queries(block)
 
-    def pages() -> ptx.Value:
-        state, count = attend_pages(block, walk)
-        merging.store_partial(block, state, plan.smem.value, 0, merging.page_channel)
-        return count
-
-    def full_precision(phases: ptx.Value, slot: int, index: int) -> None:
-        block = stage()
-        dense, empty = DenseStage(block), Running.empty(plan.head_dim // 16, biased=False)
-        state = attend_edge_pages(dense, RecordSlots(block), phases, lambda: attend_regions(dense, empty))
-        merging.store_partial(block, state, slot, index, merging.dense_channel)
-
-    if plan.splits == 1:
-        full_precision(pages(), plan.smem.key, 1)
-        merging.merge_warps(stage(), [plan.smem.value, plan.smem.key], outs[0], None)
-        return
-    is_pages = ptx.less(block.split, plan.splits)
-    with ptx.when(is_pages):
-        pages()
-    with ptx.when(ptx.equal(block.split, plan.splits)):
-        full_precision(ptx.i32(0), plan.smem.value, 0)
-    merging.merge_warps(stage(), [plan.smem.value], *outs)
+    of_pages = attend_pages(block, walk)
+    merging.store_partial(block, of_pages, plan.smem.value, 0, merging.page_channel)
+    block = stage()
+    dense, empty = DenseStage(block), Running.empty(plan.head_dim // 16, biased=False)
+    of_buffers = attend_edge_pages(dense, attend_regions(dense, empty))
+    merging.store_partial(block, of_buffers, plan.smem.key, 1, merging.dense_channel)
+    merging.merge_warps(stage(), [plan.smem.value, plan.smem.key], outs[0], outs[1] if plan.splits > 1 else None)

@@ -61,11 +61,42 @@ class Block:
     b: Value
     h: Value
     bh: Value
-    partial: Value  # index of this block's partial result
     warp_base: Value  # this warp's part of shared memory
     past_sink: Value  # n
     key_pages: Value  # n_k
     value_pages: Value  # n_v
+
+    def refreshed(self) -> Block:
+        """The same coordinates, computed again from a few of them, so that a stage's registers do not outlive it."""
+        plan, tid = self.plan, ptx.special_register("tid.x")
+        lane, warp, bh, n = ptx.bit_and(tid, 31), *(ptx.opaque(x) for x in (self.warp, self.bh, self.past_sink))
+        full_values = ptx.div(ptx.max_signed(ptx.sub(n, plan.window), 0), plan.fmt.page)
+        return dataclasses.replace(
+            self,
+            tid=tid,
+            lane=lane,
+            warp=warp,
+            g=ptx.shr(lane, 2),
+            c=ptx.bit_and(lane, 3),
+            b=ptx.div(bh, plan.kv_heads),
+            h=ptx.rem(bh, plan.kv_heads),
+            bh=bh,
+            warp_base=ptx.add(self.smem, ptx.add(ptx.mul(warp, plan.smem.warp_bytes), plan.smem.warps)),
+            past_sink=n,
+            key_pages=ptx.min_signed(ptx.div(n, plan.fmt.page), plan.pages),
+            value_pages=ptx.min_signed(full_values, plan.pages),
+        )
+
+    @property
+    def unit(self) -> Value:
+        """Index of the warp among those that share the work."""
+        return ptx.add(ptx.mul(self.split, WARPS), self.warp)
+
+    @property
+    def partial(self) -> Value:
+        """Index of this block's partial result."""
+        item = ptx.add(ptx.mul(self.bh, self.plan.column_groups), self.column_group)
+        return ptx.add(ptx.mul(item, self.plan.splits), self.split)
 
     @property
     def key_barrier(self) -> Value:
@@ -77,18 +108,12 @@ class Block:
 
 
 def start_block(plan: DecodePlan, mem: Operands, smem: Value) -> Block:
-    """Coordinates of this thread. Blocks that work on pages come first, split by split; those of full-precision tokens
-    fill in behind."""
+    """Coordinates of this thread."""
     tid, block = ptx.special_register("tid.x"), ptx.special_register("ctaid.x")
     lane, warp = ptx.bit_and(tid, 31), ptx.warp_index(tid)
     column_group, rest = ptx.rem(block, plan.column_groups), ptx.div(block, plan.column_groups)
     split, bh = ptx.rem(rest, plan.splits), ptx.div(rest, plan.splits)
-    if plan.splits > 1:
-        is_pages = ptx.less(block, plan.page_blocks)
-        split = ptx.select(is_pages, split, ptx.i32(plan.splits))
-        bh = ptx.select(is_pages, bh, ptx.sub(rest, plan.batch * plan.kv_heads * plan.splits))
     b, h = ptx.div(bh, plan.kv_heads), ptx.rem(bh, plan.kv_heads)
-    item = ptx.add(ptx.mul(bh, plan.column_groups), column_group)
     length = ptx.load_global(1, ptx.address(mem.lengths, b, 4))
     n = ptx.max_signed(ptx.sub(length, plan.sink), 0)
     full_values = ptx.div(ptx.max_signed(ptx.sub(n, plan.window), 0), plan.fmt.page)
@@ -106,7 +131,6 @@ def start_block(plan: DecodePlan, mem: Operands, smem: Value) -> Block:
         b=b,
         h=h,
         bh=bh,
-        partial=ptx.add(ptx.mul(item, plan.partials), split) if plan.partials > 1 else item,
         warp_base=ptx.add(smem, ptx.add(ptx.mul(warp, plan.smem.warp_bytes), plan.smem.warps)),
         past_sink=n,
         key_pages=ptx.min_signed(ptx.div(n, plan.fmt.page), plan.pages),

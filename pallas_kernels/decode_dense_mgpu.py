@@ -6,8 +6,8 @@ freedoms make that possible. A contraction may run over channels in any order, s
 its share of two k-tiles as they are (q is loaded the same way). And the rows of an accumulator may be any channels, so
 a lane's 16 bytes of four values become A operands by pairing the halves of words of two tokens.
 
-A piece of work is 16 tokens of one region, or one edge page. Weights are split into two bfloat16 for bfloat16 values,
-because one alone (2**-9) would be the largest error of the whole operation.
+A warp's piece of work is 16 tokens of one region, or a quarter of an edge page. Weights are split into two bfloat16 for
+bfloat16 values, because one alone (2**-9) would be the largest error of the whole operation.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from typing import NamedTuple
 
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels.decode_block_mgpu import Block, Running, query_row, raise_maximum
-from kitty_jax.pallas_kernels.decode_pages_mgpu import KEY_TILES, KeyStage, RecordSlots
+from kitty_jax.pallas_kernels.decode_pages_mgpu import KeyShareStage, PageWalk, walked_pages
 from kitty_jax.pallas_kernels.decode_plan import COLUMNS, WARPS
 from kitty_jax.pallas_kernels.mosaic_ptx import Value
 
 CHUNK = 16  # tokens of a piece of work: the rows of an mma
-NEVER = 1 << 20  # a chunk that no region has
-WEIGHT_BYTES = 512  # room for the weights of a tile: 32 lanes x 4 words
 
 
 class Region(NamedTuple):
@@ -58,12 +56,20 @@ class DenseStage:
         columns = [ptx.add(ptx.add(first, ptx.mul(block.c, 2)), k) for k in range(2)]
         self.tokens_of_columns = [ptx.div(x, plan.group) for x in columns]
 
-    def warp_order(self) -> tuple[Value, Value]:
-        """(the warp's place, the number of edge pages). Page p belongs to warp p % WARPS, so the first edge page's
-        warp is first: it has no more pages than others."""
-        block = self.block
-        place = ptx.bit_and(ptx.sub(block.warp, block.value_pages), WARPS - 1)
-        return place, ptx.sub(block.key_pages, block.value_pages)
+    def edge_split(self) -> Value:
+        """The block that takes the edge pages: the one whose turn it would be among pages."""
+        return ptx.rem(ptx.div(self.block.value_pages, WARPS), self.plan.splits)
+
+    def first_chunk(self) -> Value:
+        """The first chunk of this warp; it takes every ``units``-th.
+
+        Warps with fewer pages come first; between blocks, the one with the edge pages comes last.
+        """
+        block, units = self.block, self.plan.units
+        if self.plan.splits == 1:
+            return ptx.bit_and(ptx.sub(block.warp, block.value_pages), WARPS - 1)
+        first = ptx.mul(ptx.add(self.edge_split(), 1), WARPS)
+        return ptx.rem(ptx.sub(ptx.add(block.unit, units), first), units)
 
     def head_offset(self, rows: int) -> Value:
         """Offset of the first of this sequence and head's ``rows`` rows in an array [B, K, rows, D]."""
@@ -177,7 +183,7 @@ class DenseStage:
         return ptx.add(self.head_offset(self.ring_slots), ptx.mul(slot, self.row_bytes))
 
 
-def attend_region(stage: DenseStage, region: Region, first_chunk: Value, step: Value, state: Running) -> Running:
+def attend_region(stage: DenseStage, region: Region, first_chunk: Value, step: int, state: Running) -> Running:
     """Every step-th chunk of a region."""
     block, plan = stage.block, stage.plan
     factor, last = ptx.f32(plan.logit_factor), ptx.sub(region.count, 1)
@@ -196,7 +202,7 @@ def attend_region(stage: DenseStage, region: Region, first_chunk: Value, step: V
         s = [ptx.fmul(x, factor) for x in stage.scores(keys)]
         for k in range(2):
             limit = region.count
-            if region.causal:
+            if region.causal and plan.tokens > 1:
                 limit = ptx.min_signed(limit, ptx.add(stage.tokens_of_columns[k], 1))
             for rh in range(2):
                 seen = ptx.less(ptx.add(ptx.add(first, block.g), 8 * rh), limit)
@@ -210,51 +216,36 @@ def attend_region(stage: DenseStage, region: Region, first_chunk: Value, step: V
         o = stage.accumulate(state.o, stage.load_values(region.values, value_offset), operands)
         return state._replace(l=sums, o=o).flat()
 
-    return Running.of(ptx.loop(first_chunk, region.chunks, step, state.flat(), body))
+    return Running.of(ptx.loop(first_chunk, region.chunks, ptx.i32(step), state.flat(), body))
 
 
 def attend_regions(stage: DenseStage, state: Running) -> Running:
-    """Sink, key tail and new tokens, their chunks dealt out to the warps; where there is an edge page, its warp gets
-    none."""
-    place, edges = stage.warp_order()
-    busy = ptx.less(ptx.i32(0), edges)
-    step = ptx.select(busy, ptx.i32(WARPS - 1), ptx.i32(WARPS))
-    # The next chunk of this warp, counted over all regions; out of reach for the warp of the edge page.
-    chunk = ptx.select(busy, ptx.select(ptx.equal(place, 0), ptx.i32(NEVER), ptx.sub(place, 1)), place)
-    for make_region in ([stage.sink] if stage.plan.sink else []) + [stage.tail, stage.new]:
-        region = make_region()
-        state = attend_region(stage, region, chunk, step, state)
-        done = ptx.div(ptx.add(ptx.max_signed(ptx.sub(region.chunks, chunk), 0), ptx.sub(step, 1)), step)
-        chunk = ptx.sub(ptx.add(chunk, ptx.mul(done, step)), region.chunks)
+    """Sink, key tail and new tokens, their chunks dealt out to the warps."""
+    chunk, units = stage.first_chunk(), stage.plan.units  # the next chunk of this warp, counted over all regions
+    for name in ("sink", "tail", "new") if stage.plan.sink else ("tail", "new"):
+        fresh = DenseStage(stage.block.refreshed())
+        region = {"sink": fresh.sink, "tail": fresh.tail, "new": fresh.new}[name]()
+        state = attend_region(fresh, region, chunk, units, state)
+        done = ptx.div(ptx.add(ptx.max_signed(ptx.sub(region.chunks, chunk), 0), units - 1), units)
+        chunk = ptx.sub(ptx.add(chunk, ptx.mul(done, units)), region.chunks)
     return state
 
 
-def attend_edge_pages(
-    stage: DenseStage, slots: RecordSlots, phases: Value, meanwhile: Callable[[], Running]
-) -> Running:
-    """Pages n_v to n_k - 1: keys from the record, values from the ring. Page p belongs to warp p % WARPS.
-
-    The first record is on its way during ``meanwhile()``, the warp's other work. ``phases``: phases the key barrier
-    has passed.
-    """
+def attend_edge_pages(stage: DenseStage, state: Running) -> Running:
+    """Pages n_v to n_k - 1: keys from the record, values from the ring. The four warps of one block take two row tiles
+    of a page each. The first record is in every warp's key slot or on its way there (:class:`.PageWalk`)."""
+    if not stage.plan.has_edges:
+        return state
+    stage = DenseStage(stage.block.refreshed())
     block, plan = stage.block, stage.plan
-    if not plan.pages or not plan.window:
-        return meanwhile()
-    first = ptx.add(block.value_pages, stage.warp_order()[0])
-    row = ptx.address(block.mem.page_table, block.b, 4 * plan.pages)
-
-    def fetch(page: Value) -> None:
-        index = ptx.min_signed(page, plan.pages - 1)
-        record = slots.record(ptx.load_global(1, ptx.address(row, index, 4)))
-        slots.fetch_key(ptx.less(page, block.key_pages), record)
-
-    fetch(first)
-    _prefetch_values(stage, slots, first)
-    state = meanwhile()
-    keys = KeyStage(block)
-    # The weights of a tile go through the key slot, which makes the loop over tiles a loop of the machine: it needs
-    # few registers.
-    own_words = ptx.add(slots.key, ptx.mul(block.lane, 16))
+    keys, walk = KeyShareStage(block), PageWalk(block)
+    phases = walked_pages(block)
+    stop = block.key_pages
+    if plan.splits > 1:
+        stop = ptx.select(ptx.equal(block.split, stage.edge_split()), stop, block.value_pages)
+    unused = ptx.both(ptx.less(ptx.i32(0), block.key_pages), ptx.less(ptx.sub(stop, 1), block.value_pages))
+    with ptx.when(unused):
+        ptx.mbarrier_wait(block.key_barrier, ptx.bit_and(phases, 1))
 
     def body(page: Value, parity: Value, *flat: Value):
         state = Running.of(flat)
@@ -262,46 +253,37 @@ def attend_edge_pages(
         scores, bias = keys.logits()
         state = raise_maximum(state, keys.top(scores, bias))
         p, state = keys.weights(state, scores, bias)
-        ptx.sync_warp()
-        for tile in range(KEY_TILES):
-            words = [x for pair in stage.weight_words(p[tile]) for x in pair]
-            ptx.store_shared(words, own_words, WEIGHT_BYTES * tile)
+        operands = [[[ptx.movmatrix(x) for x in words] for words in stage.weight_words(tile)] for tile in p]
         start = ptx.rem(ptx.mul(page, plan.fmt.page), stage.ring_slots)
+        own = ptx.add(ptx.add(start, ptx.mul(block.c, 32)), ptx.mul(block.warp, 2))
+        flat_operands = [x for tile in operands for words in tile for x in words]
+        half = len(flat_operands) // 2
 
-        def add_tile(tile: Value, *o: Value):
-            # Row 8 rh + g of tile r is token 16 g + 2 r + rh.
+        def add_tile(i: Value, *o: Value):
+            # Row 8 rh + g of tile r is token 16 g + 2 r + rh; the warp's tiles are w + 4 i.
+            first = ptx.opaque(ptx.add(own, ptx.mul(i, 8)))
+
             def offset(kh: int, e: int) -> Value:
-                token = ptx.add(ptx.mul(block.c, 32), ptx.add(ptx.mul(tile, 2), 16 * e + kh))
-                return stage.ring_offset(ptx.add(start, token))
+                return stage.ring_offset(ptx.add(first, 16 * e + kh))
 
+            words = [
+                ptx.select(ptx.equal(i, 0), a, b)
+                for a, b in zip(flat_operands[:half], flat_operands[half:], strict=True)
+            ]
+            words = [words[k : k + 2] for k in range(0, half, 2)]
             values = stage.load_values(block.mem.ring_values, offset)
-            words = ptx.load_shared(stage.weight_count, ptx.add(own_words, ptx.mul(tile, WEIGHT_BYTES)))
-            words = [ptx.movmatrix(x) for x in words]
-            operands = [words[i : i + 2] for i in range(0, len(words), 2)]
-            tiles = stage.accumulate([list(o[i : i + 4]) for i in range(0, len(o), 4)], values, operands)
+            tiles = stage.accumulate([list(o[k : k + 4]) for k in range(0, len(o), 4)], values, words)
             return [x for tile in tiles for x in tile]
 
-        o = [x for tile in state.o for x in tile]
-        o = ptx.loop(ptx.i32(0), ptx.opaque(KEY_TILES), ptx.i32(1), o, add_tile)
         ptx.sync_warp()
-        fetch(ptx.add(page, WARPS))
-        state = state._replace(o=[o[i : i + 4] for i in range(0, len(o), 4)])
-        return [ptx.sub(ptx.i32(1), parity), *state.flat()]
+        o = [x for tile in state.o for x in tile]
+        o = ptx.loop(ptx.i32(0), ptx.opaque(2), ptx.i32(1), o, add_tile)
+        o = [o[k : k + 4] for k in range(0, len(o), 4)]
+        ptx.sync_warp()
+        following = ptx.add(page, 1)
+        walk.slots.fetch_key(ptx.less(following, stop), walk.slots.record(walk.page(following)))
+        return [ptx.sub(ptx.i32(1), parity), *state._replace(o=o).flat()]
 
     init = [ptx.bit_and(phases, 1), *state.flat()]
-    _, *flat = ptx.loop(first, block.key_pages, ptx.i32(WARPS), init, body)
+    _, *flat = ptx.loop(block.value_pages, stop, ptx.i32(1), init, body)
     return Running.of(flat)
-
-
-def _prefetch_values(stage: DenseStage, slots: RecordSlots, page: Value) -> None:
-    """Asks for the ring's part of an edge page: its tiles are read one after the other, each waiting for memory
-    otherwise."""
-    block, plan = stage.block, stage.plan
-    wanted = ptx.both(slots.leader, ptx.less(page, block.key_pages))
-    start = ptx.rem(ptx.mul(page, plan.fmt.page), stage.ring_slots)
-    before_end = ptx.min_signed(ptx.sub(ptx.i32(stage.ring_slots), start), plan.fmt.page)
-    ring = ptx.address(block.mem.ring_values, stage.head_offset(stage.ring_slots), 1)
-    first = ptx.address(ring, start, stage.row_bytes)
-    ptx.bulk_prefetch(wanted, first, ptx.mul(before_end, stage.row_bytes))
-    wraps = ptx.both(wanted, ptx.less(before_end, plan.fmt.page))
-    ptx.bulk_prefetch(wraps, ring, ptx.mul(ptx.sub(ptx.i32(plan.fmt.page), before_end), stage.row_bytes))

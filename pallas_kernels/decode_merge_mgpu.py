@@ -138,22 +138,22 @@ def emit_merge(plan: DecodePlan, addresses: list[Value], smem: Value) -> None:
     column = ptx.add(ptx.mul(token, plan.group), i)
     group, j = ptx.div(column, COLUMNS), ptx.rem(column, COLUMNS)
     item = ptx.add(ptx.mul(ptx.add(ptx.mul(b, plan.kv_heads), h), plan.column_groups), group)
-    first = ptx.mul(item, plan.partials)
+    first = ptx.mul(item, plan.splits)
     channel = ptx.mul(lane, 4) if plan.head_dim == 128 else ptx.mul(ptx.bit_and(lane, 15), 4)
 
     def stat(index: Value, which: int) -> Value:
         pointer = ptx.address(ptx.address(stats, ptx.add(first, index), TILE_STATS), j, 4)
         return ptx.load_global(1, pointer, 4 * COLUMNS * which, "f")
 
-    last = plan.partials - 1
-    tops = [stat(ptx.min_signed(ptx.add(lane, 32 * k), last), 0) for k in range(-(-plan.partials // 32))]
+    last = plan.splits - 1
+    tops = [stat(ptx.min_signed(ptx.add(lane, 32 * k), last), 0) for k in range(-(-plan.splits // 32))]
     top = ptx.reduce_lanes(ptx.fmax, ptx.tree(ptx.fmax, tops), (1, 2, 4, 8, 16))
 
     def body(base: Value, *sums: Value):
         loads = []
         for k in range(MERGE_UNROLL):
             index = ptx.add(base, WARPS * k)
-            inside, index = ptx.less(index, plan.partials), ptx.min_signed(index, last)
+            inside, index = ptx.less(index, plan.splits), ptx.min_signed(index, last)
             record = ptx.add(ptx.mul(ptx.add(first, index), plan.stored_columns), j)
             pointer = ptx.address(ptx.address(o, record, 4 * plan.head_dim), channel, 4)
             loads.append((inside, stat(index, 0), stat(index, 1), ptx.load_global(4, pointer, 0, "f")))
@@ -163,7 +163,7 @@ def emit_merge(plan: DecodePlan, addresses: list[Value], smem: Value) -> None:
         return sums
 
     step = ptx.i32(WARPS * MERGE_UNROLL)
-    sums = ptx.loop(warp, ptx.i32(plan.partials), step, [ptx.f32(0.0)] * 5, body)
+    sums = ptx.loop(warp, ptx.i32(plan.splits), step, [ptx.f32(0.0)] * 5, body)
     own = ptx.add(smem, ptx.add(ptx.mul(warp, 512), ptx.mul(lane, 16)))
     ptx.store_shared(sums[:4], own)
     totals = ptx.add(smem, WARPS * 512)

@@ -27,7 +27,7 @@ from kitty_jax.pallas_kernels.decode_block_mgpu import (
     raise_maximum,
     row_offset,
 )
-from kitty_jax.pallas_kernels.decode_plan import WARPS, padded_rows, tile_unit
+from kitty_jax.pallas_kernels.decode_plan import padded_rows, tile_unit
 from kitty_jax.pallas_kernels.mosaic_ptx import Value
 
 KEY_TILES = 8  # row tiles of a key page: 128 tokens / 16
@@ -57,9 +57,11 @@ class RecordSlots:
         page = ptx.min_unsigned(page, self.block.plan.pool - 1)
         return ptx.add(ptx.mul(page, self.block.plan.kv_heads), self.block.h)
 
-    def fetch_key(self, wanted: Value, record: Value) -> None:
+    def fetch_key(self, wanted: Value | None, record: Value) -> None:
+        """Where ``wanted`` (None: everywhere)."""
         source = ptx.address(self.block.mem.key_pages, record, self.key_bytes)
-        ptx.bulk_copy(ptx.both(self.leader, wanted), self.block.key_barrier, self.key, source, self.key_bytes)
+        wanted = self.leader if wanted is None else ptx.both(self.leader, wanted)
+        ptx.bulk_copy(wanted, self.block.key_barrier, self.key, source, self.key_bytes)
 
     def fetch_value(self, wanted: Value, record: Value) -> None:
         source = ptx.address(self.block.mem.value_pages, record, self.value_bytes)
@@ -68,6 +70,8 @@ class RecordSlots:
 
 class KeyStage:
     """Logits of the page in the key slot. Built once: its addresses do not change from page to page."""
+
+    tiles = KEY_TILES
 
     def __init__(self, block: Block):
         plan = block.plan
@@ -94,20 +98,27 @@ class KeyStage:
             ptx.store_shared([ptx.hmul2(x, scale) for x in row], self.own_scaled, 16 * j)
         ptx.sync_warp()
 
+    def fragments(self, words: Sequence[Value]) -> list[list[Value]]:
+        """The stage's row tiles out of words of a plane, as A operands."""
+        return [field(words, tile) for tile in range(KEY_TILES)]
+
     def products(self) -> tuple[list[list[Value]], list[Value]]:
-        """(accumulators of the 8 row tiles, each in its unit; the sum of q times min for the lane's two columns)."""
+        """(accumulators of the row tiles, each in its unit; the sum of q times min for the lane's two columns)."""
         zero = [ptx.f32(0.0)] * 4
-        bias, scores = zero, [zero] * KEY_TILES
+        bias, scores = zero, [zero] * self.tiles
         for pair in range(self.plan.head_dim // 32):
             rows = padded_rows(32) * pair
             scaled = ptx.ldmatrix(4, self.scaled_fragments, rows, transpose=True)
             plain = ptx.ldmatrix(4, self.query_fragments, rows, transpose=True)
             for i in range(2):
                 words = ptx.load_shared(4, self.chunk, self.parts["low"] + ODD_CHUNK * (2 * pair + i))
-                scores = [ptx.mma(s, field(words, t), scaled[2 * i : 2 * i + 2]) for t, s in enumerate(scores)]
+                scores = self._add(scores, words, scaled[2 * i : 2 * i + 2])
                 mins = ptx.ldmatrix(4, self.min_rows, self.parts["min"] + 64 * pair + 32 * i, transpose=False)
                 bias = ptx.mma(bias, mins, plain[2 * i : 2 * i + 2])
         return self._boosted(scores), bias[:2]
+
+    def _add(self, scores: list[list[Value]], words: Sequence[Value], operand: list[Value]) -> list[list[Value]]:
+        return [ptx.mma(s, a, operand) for s, a in zip(scores, self.fragments(words), strict=True)]
 
     def _boosted(self, scores: list[list[Value]]) -> list[list[Value]]:
         """Adds the high plane: row b of it belongs to channel x(b), whose row of scaled queries counts four times."""
@@ -123,9 +134,7 @@ class KeyStage:
             rows = ptx.ldmatrix(loaded, ptx.add(self.scaled, row_offset(channel)), 0, transpose=True)
             rows = [ptx.hmul2(x, ptx.i32(HALF_FOURS)) for x in rows[:count]]
             for i in range(0, count, 2):
-                words = self._high_words(first + i)
-                operand = rows[i : i + 2]
-                scores = [ptx.mma(s, field(words, t), operand) for t, s in enumerate(scores)]
+                scores = self._add(scores, self._high_words(first + i), rows[i : i + 2])
         return scores
 
     def _high_words(self, half_tile: int) -> list[Value]:
@@ -160,10 +169,10 @@ class KeyStage:
 
     def top(self, scores: list[list[Value]], bias: list[Value]) -> list[Value]:
         """Largest logit of each of the lane's two columns among its own tokens."""
-        out = []
+        out, half = [], self.tiles // 2
         for k in range(2):
-            # Tiles four apart share a unit.
-            same_unit = [[s[i] for s in (scores[t], scores[t + 4]) for i in (k, k + 2)] for t in range(4)]
+            # Tiles of the page four apart share a unit: the stage's first and second half.
+            same_unit = [[s[i] for s in (scores[t], scores[t + half]) for i in (k, k + 2)] for t in range(half)]
             tops = [ptx.fmul(ptx.tree(ptx.fmax, xs), self.factor(t)) for t, xs in enumerate(same_unit)]
             out.append(ptx.fadd(ptx.tree(ptx.fmax, tops), bias[k]))
         return out
@@ -174,6 +183,24 @@ class KeyStage:
         p = [[ptx.ex2(ptx.fma(s[i], self.factor(t), shift[i % 2])) for i in range(4)] for t, s in enumerate(scores)]
         total = [ptx.fadd(state.l[k], ptx.tree(ptx.fadd, [x for tile in p for x in tile[k::2]])) for k in range(2)]
         return p, state._replace(l=total)
+
+
+class KeyShareStage(KeyStage):
+    """A quarter of a page's logits: those of row tiles w and w + 4, for warp w."""
+
+    tiles = 2
+
+    def __init__(self, block: Block):
+        super().__init__(block)
+        self.mask = ptx.shift_left(ptx.i32(0x00030003), ptx.mul(block.warp, 2))
+        unit = ptx.power_of_two(ptx.sub(ptx.i32(24), ptx.mul(block.warp, 2)))  # tile_unit(warp)
+        self.unit = ptx.fmul(unit, ptx.f32(mma_score_factor(block.plan)))
+
+    def fragments(self, words: Sequence[Value]) -> list[list[Value]]:
+        return [[ptx.bit_and(x, self.mask) for x in half] for half in (words, [ptx.shr(x, 8) for x in words])]
+
+    def factor(self, tile: int) -> Value:
+        return self.unit
 
 
 class ValueStage:
@@ -243,51 +270,67 @@ class ValueStage:
 
 
 class PageWalk:
-    """The warp's share of the pages whose keys and values are both quantized, every (splits * WARPS)-th, and the
-    copies of the first."""
+    """The warp's share of the pages whose keys and values are both quantized, every ``units``-th, and the copies of the
+    first.
+
+    The key record that follows the last of them is that of the first edge page, for every warp: warps without a page
+    start with it, so a warp's key barrier passes a phase more than the warp has pages. Where no edge page is, the
+    record is a meaningless one; without any quantized key, there is none.
+    """
 
     def __init__(self, block: Block):
-        plan = block.plan
-        self.block = block
-        self.step = plan.splits * WARPS
-        first = ptx.add(ptx.mul(block.split, WARPS), block.warp)
-        reach = ptx.max_signed(ptx.add(ptx.sub(block.value_pages, first), self.step - 1), 0)
-        count = ptx.div(reach, self.step)
-        if plan.splits > 1:
-            count = ptx.select(ptx.less(block.split, plan.splits), count, ptx.i32(0))
-        self.count, self.last = count, ptx.max_signed(ptx.sub(count, 1), 0)
-        row = ptx.address(block.mem.page_table, block.b, 4 * plan.pages)
-        self.row = ptx.address(row, ptx.min_unsigned(first, plan.pages - 1), 4)
+        self.block, self.first, self.stop = block, block.unit, block.value_pages
+        self.row = ptx.address(block.mem.page_table, block.b, 4 * block.plan.pages)
         self.slots = RecordSlots(block)
-        record = self.slots.record(self.page(ptx.i32(0)))
-        self.slots.fetch_key(ptx.less(ptx.i32(0), count), record)
-        self.slots.fetch_value(ptx.less(ptx.i32(0), count), record)
 
-    def page(self, i: Value) -> Value:
-        """Page id of the warp's i-th page; past the end, of its last one."""
-        return ptx.load_global(1, ptx.address(self.row, ptx.min_signed(i, self.last), 4 * self.step))
+    def start(self) -> None:
+        """Starts the first copies."""
+        block = self.block
+        page = self.page(self.first)  # asked for before the sequence's length is known
+        has_page = ptx.less(self.first, self.stop)
+        self.slots.fetch_value(has_page, self.slots.record(page))
+        wanted = has_page
+        if block.plan.has_edges:
+            wanted = ptx.less(ptx.i32(0), block.key_pages)
+            has_none = ptx.less(ptx.sub(self.stop, 1), self.first)
+            (page,) = ptx.choose(has_none, lambda: [self.page(self.stop)], [page])
+        self.slots.fetch_key(wanted, self.slots.record(page))
+
+    def page(self, index: Value) -> Value:
+        """Id of a page of the sequence."""
+        index = ptx.min_unsigned(index, self.block.plan.pages - 1)
+        return ptx.load_global(1, ptx.address(self.row, index, 4))
+
+    def next_page(self, index: Value) -> Value:
+        """Id of a page; past those of the walk, of the first edge page."""
+        return self.page(ptx.min_signed(index, self.stop))
 
 
-def attend_pages(block: Block, walk: PageWalk | None) -> tuple[Running, Value]:
+def walked_pages(block: Block) -> Value:
+    """How many pages the warp's walk has."""
+    units = block.plan.units
+    return ptx.div(ptx.max_signed(ptx.add(ptx.sub(block.value_pages, block.unit), units - 1), 0), units)
+
+
+def attend_pages(block: Block, walk: PageWalk | None) -> Running:
     """The warp's share of the pages.
 
-    Returns the partial result, whose o tiles are in units (``tile_unit``), and how many pages it was: the phases the
-    barriers have passed.
+    Returns the partial result, whose o tiles are in units (``tile_unit``).
     """
     empty = Running.empty(block.plan.head_dim // 16, biased=True)
     if walk is None:
-        return empty, ptx.i32(0)
-    keys, values, slots = KeyStage(block), ValueStage(block), walk.slots
+        return empty
+    keys, values, slots, step = KeyStage(block), ValueStage(block), walk.slots, block.plan.units
 
     def body(i: Value, next_page: Value, *flat: Value):
         state = Running.of(flat)
-        following, parity, record = ptx.add(i, 1), ptx.bit_and(i, 1), slots.record(next_page)
-        wanted = ptx.less(following, walk.count)
-        next_page = walk.page(ptx.add(i, 2))
+        following, parity, record = ptx.add(i, step), ptx.bit_and(ptx.div(i, step), 1), slots.record(next_page)
+        wanted = ptx.less(following, walk.stop)
+        next_page = walk.next_page(ptx.add(i, 2 * step))
         ptx.mbarrier_wait(block.key_barrier, parity)
         scores, bias = keys.logits()
         ptx.sync_warp()
-        slots.fetch_key(wanted, record)
+        slots.fetch_key(None if block.plan.has_edges else wanted, record)
         state = raise_maximum(state, keys.top(scores, bias))
         p, state = keys.weights(state, scores, bias)
         ptx.mbarrier_wait(block.value_barrier, parity)
@@ -296,6 +339,6 @@ def attend_pages(block: Block, walk: PageWalk | None) -> tuple[Running, Value]:
         slots.fetch_value(wanted, record)
         return [next_page, *state.flat()]
 
-    init = [walk.page(ptx.i32(1)), *empty.flat()]
-    _, *flat = ptx.loop(ptx.i32(0), walk.count, ptx.i32(1), init, body)
-    return Running.of(flat), walk.count
+    init = [walk.next_page(ptx.add(walk.first, step)), *empty.flat()]
+    _, *flat = ptx.loop(walk.first, walk.stop, ptx.i32(step), init, body)
+    return Running.of(flat)

@@ -1,9 +1,9 @@
 """What the decode-attention kernel knows before it runs: shapes, the split of the work into blocks, shared memory.
 
 A block of four warps works on one sequence, one KV head and one group of eight *columns*; column ``t * Q + i`` is
-query head i of new token t, and eight are the N of the tensor core's mma. With one split, a block attends over its
-pages and its full-precision tokens and writes the output. With more, the pages are dealt out to ``splits`` blocks, one
-more block takes the full-precision tokens, and a second kernel merges the ``splits + 1`` partial results.
+query head i of new token t, and eight are the N of the tensor core's mma. Its warps share the pages and then the
+full-precision tokens, merge what they have and write the output. With ``splits`` above one, that many blocks share the
+work of one, and a second kernel merges their partial results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DecodePlan:
         pages: P, entries of a row of the page table.
         pool: M, records of the pool.
         sink, window: S and R.
-        splits: blocks that share the pages of one sequence and head.
+        splits: blocks that share one sequence, head and column group.
         scale: softmax scale.
         kind: "bf16" or "f16", the dtype of queries and full-precision tokens.
         out_kind: "bf16", "f16" or "f32", the dtype of the output.
@@ -84,9 +84,9 @@ class DecodePlan:
         return min(self.columns, COLUMNS)
 
     @property
-    def partials(self) -> int:
-        """Partial results of a sequence, head and column group."""
-        return self.splits + 1 if self.splits > 1 else 1
+    def units(self) -> int:
+        """Warps that share one sequence, head and column group."""
+        return self.splits * WARPS
 
     @property
     def work_items(self) -> int:
@@ -94,12 +94,13 @@ class DecodePlan:
         return self.batch * self.kv_heads * self.column_groups
 
     @property
-    def page_blocks(self) -> int:
+    def blocks(self) -> int:
         return self.work_items * self.splits
 
     @property
-    def blocks(self) -> int:
-        return self.work_items * self.partials
+    def has_edges(self) -> bool:
+        """Whether there can be edge pages: keys quantized, values not yet."""
+        return self.pages > 0 and self.window > 0
 
     @property
     def logit_factor(self) -> float:
@@ -140,7 +141,8 @@ class SharedMemory:
         stats = padded_rows(fmt.head_dim)
         exponents = stats + (2 * WARPS + 1) * 2 * COLUMNS * 4
         warps = _round_up(exponents + 4 * WARPS, 128)
-        value = _round_up(max(fmt.key_words * 4, 4096), 128)  # 4096: weights of an edge page pass through the key slot
-        scaled = value + _round_up(fmt.value_words * 4, 128)
+        partial = 4 * COLUMNS * fmt.head_dim  # what a warp has at the end lies in its slots
+        value = _round_up(max(4 * fmt.key_words, partial), 128)
+        scaled = value + _round_up(max(4 * fmt.value_words, partial), 128)
         barriers = scaled + padded_rows(fmt.head_dim)
         return cls(stats, exponents, warps, _round_up(barriers + 16, 128), 0, value, scaled, barriers)

@@ -135,6 +135,11 @@ def shl(a: Value, bits: int) -> Value:
     return arith.shli(a, i32(bits))
 
 
+def shift_left(a: Value, bits: Value) -> Value:
+    """a << bits for a run-time number of bits below 32."""
+    return arith.shli(a, bits)
+
+
 def shr(a: Value, bits: int) -> Value:
     return arith.shrui(a, i32(bits))
 
@@ -347,15 +352,6 @@ def bulk_copy(condition: Value, barrier: Value, to_shared: Value, from_global: V
         f"[$2], [$3], {size}, [$1]; }}",
         "",
         (arith.extui(_i32_type(), condition), barrier, to_shared, from_global),
-    )
-
-
-def bulk_prefetch(condition: Value, from_global: Value, size: Value) -> None:
-    """Where ``condition``: asks for ``size`` bytes, a multiple of 16 and not 0, to be brought into the L2 cache."""
-    asm(
-        "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; }",
-        "",
-        (arith.extui(_i32_type(), condition), from_global, size),
     )
 
 

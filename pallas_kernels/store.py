@@ -77,10 +77,9 @@ def store_value_pages(
     _check("values", pool, values, page_ids, fmt, fmt.value_words)
     if not pool.size or not values.size:
         return pool
-    missing = None if shrink == (1.0,) else f"the kernel does not shrink the ranges of values, asked for {shrink}"
-    if choose(implementation, unsupported(values.dtype, fmt.page, fmt.head_dim) or missing) == "mosaic":
+    if choose(implementation, unsupported(values.dtype, fmt.page, fmt.head_dim)) == "mosaic":
         ref = jax.new_ref(pool)
-        store_values(ref, values, starts, page_ids, fmt)
+        store_values(ref, values, starts, page_ids, fmt, shrink=shrink)
         return jax.freeze(ref)
     if values.shape[2] != fmt.page:
         slots = (starts[:, None] + jnp.arange(fmt.page, dtype=jnp.int32)) % values.shape[2]

@@ -147,7 +147,7 @@ class ChannelBlock:
         elif self.plan.score == "magnitude":
             score = mean(self.combine_parts("sums", ptx.fadd, load))
         else:
-            score = mean(self.sum_over_tokens(lambda x, centre: self.short_square(ptx.fsub(x, centre)), mean))
+            score = mean(self.sum_over_tokens(lambda x, centre: tiles.short_square(ptx.fsub(x, centre)), mean))
         return ptx.fmul(score, own(vectors.pop(0))) if self.plan.weighted else score
 
     def sum_over_tokens(self, term: Callable, mean: Callable) -> Value:
@@ -176,11 +176,6 @@ class ChannelBlock:
         ptx.sync_block()
         ptx.store_shared(sums, ptx.add(self.at["sums"], ptx.mul(slot, 4)))
         ptx.sync_block()
-
-    @staticmethod
-    def short_square(x: Value) -> Value:
-        x = tiles.short(x)
-        return ptx.fmul(x, x)
 
     # ------------------------------------------------------------ the choice of channels
     def choose_channels(self, vectors: list[Value]) -> Value:
@@ -217,44 +212,22 @@ class ChannelBlock:
 
     def best_range(self, low: Value, high: Value, reciprocal: Value, levels: Value) -> tuple[Value, Value]:
         """Scale and min of the shrink factor of least squared error, ties to the first, as float16 bits."""
-        factors = self.plan.shrink
-        width = tiles.short(ptx.fsub(high, low))
         self.store_channel("keys", levels)
         pair, _ = self.pair_and_part()
         load = lambda pointer, offset: ptx.load_shared(1, pointer, offset, kind="f")  # noqa: E731
-        infinity = ptx.float_of(ptx.i32(0x7F800000))
 
-        def attempt(i, error, scale, base):
-            factor = ptx.f32(tiles.half_cut(factors[0]))
-            for j, f in enumerate(factors[1:], 1):
-                factor = ptx.select(ptx.equal(i, j), ptx.f32(tiles.half_cut(f)), factor)
-            cut = ptx.fmul(width, factor)
-            new_scale, new_base = tiles.scale_and_min(ptx.fadd(low, cut), ptx.fsub(high, cut), reciprocal)
-            # The error takes the step itself; only the quotient's step is 1 where the scale is 0.
-            self.store_channel("steps", sx.float_of_half(new_scale))
-            self.store_channel("bases", sx.float_of_half(new_base))
+        def attempt(cut):
+            scale, base = tiles.scale_and_min(*tiles.shrunk_range(low, high, cut), reciprocal)
+            self.store_channel("steps", sx.float_of_half(scale))
+            self.store_channel("bases", sx.float_of_half(base))
             ptx.sync_block()
             steps, bases, tops = (
                 ptx.load_shared(2, ptx.add(self.at[name], ptx.mul(pair, 8)), kind="f")
                 for name in ("steps", "bases", "keys")
             )
-            divisors = [tiles.nonzero(s) for s in steps]
-            inverses = [ptx.rcp(s) for s in divisors]
+            self.store_sums(lambda x, j: tiles.squared_error(ptx.fmul(x, self.inverse), steps[j], bases[j], tops[j]))
+            return self.combine_parts("sums", ptx.fadd, load), scale, base
 
-            def squared_error(x, j):
-                x = ptx.fmul(x, self.inverse)
-                quotient = tiles.quotient(ptx.fsub(x, bases[j]), divisors[j], inverses[j])
-                code = tiles.rounded(tiles.clamped(quotient, tops[j]))
-                return self.short_square(ptx.fsub(ptx.fma(code, steps[j], bases[j]), x))
-
-            self.store_sums(squared_error)
-            new_error = self.combine_parts("sums", ptx.fadd, load)
-            first = ptx.equal(i, 0)
-            better = ptx.not_equal(sx.flag_if_less(new_error, error), 0)
-            keep = lambda new, old: ptx.select(first, new, ptx.select(better, new, old))  # noqa: E731
-            return [keep(new_error, error), keep(new_scale, scale), keep(new_base, base)]
-
-        zero = ptx.i32(0)
-        _, scale, base = ptx.loop(zero, ptx.i32(len(factors)), ptx.i32(1), [infinity, zero, zero], attempt)
+        best = tiles.best_of(self.plan.shrink, attempt)
         ptx.sync_block()
-        return scale, base
+        return best

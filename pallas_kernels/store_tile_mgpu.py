@@ -192,6 +192,36 @@ def half_cut(factor: float) -> float:
     return float(jnp.bfloat16((1 - factor) / 2))
 
 
+def shrunk_range(low: Value, high: Value, cut: Value) -> tuple[Value, Value]:
+    """The range from ``low`` to ``high`` without the share ``cut`` (:func:`half_cut`) of it at each end."""
+    cut = ptx.fmul(short(ptx.fsub(high, low)), cut)
+    return ptx.fadd(low, cut), ptx.fsub(high, cut)
+
+
+def cut_of_factor(i: Value, factors: Sequence[float]) -> Value:
+    """:func:`half_cut` of the ``i``-th shrink factor."""
+    cut = ptx.f32(half_cut(factors[0]))
+    for j, factor in enumerate(factors[1:], 1):
+        cut = ptx.select(ptx.equal(i, j), ptx.f32(half_cut(factor)), cut)
+    return cut
+
+
+def best_of(factors: Sequence[float], attempt: Callable[[Value], tuple[Value, Value, Value]]) -> tuple[Value, Value]:
+    """Scale and min of the shrink factor of least error, ties to the first; ``attempt(cut)`` is (error, scale, min)."""
+
+    def body(i, error, scale, low):
+        new = attempt(cut_of_factor(i, factors))
+        better = ptx.not_equal(sx.flag_if_less(new[0], error), 0)
+        first = ptx.equal(i, 0)
+        old = (error, scale, low)
+        return [ptx.select(first, a, ptx.select(better, a, b)) for a, b in zip(new, old, strict=True)]
+
+    zero = ptx.i32(0)
+    init = [ptx.float_of(ptx.i32(0x7F800000)), zero, zero]
+    _, scale, low = ptx.loop(zero, ptx.i32(len(factors)), ptx.i32(1), init, body)
+    return scale, low
+
+
 def quotient(x: Value, step: Value, inverse: Value) -> Value:
     """x / step, rounded: exact enough for every code.
 
@@ -210,6 +240,18 @@ def clamped(x: Value, top: Value) -> Value:
 def rounded(x: Value) -> Value:
     """Half to even, for small x."""
     return ptx.fsub(ptx.fadd(x, ptx.f32(sx.ROUNDER)), ptx.f32(sx.ROUNDER))
+
+
+def short_square(x: Value) -> Value:
+    x = short(x)
+    return ptx.fmul(x, x)
+
+
+def squared_error(x: Value, step: Value, base: Value, top: Value) -> Value:
+    """Of quantizing x to codes 0 to ``top``. A step of 0, which stands for equal numbers, counts as it is."""
+    divisor = nonzero(step)
+    code = rounded(clamped(quotient(ptx.fsub(x, base), divisor, ptx.rcp(divisor)), top))
+    return short_square(ptx.fsub(ptx.fma(code, step, base), x))
 
 
 def code_nibbles(numbers: Sequence[Value], factor: Value, scales: Sequence[Sequence[Value]]) -> Value:

@@ -19,20 +19,21 @@ from kitty_jax.pallas_kernels.pages import PageFormat
 from kitty_jax.pallas_kernels.quantize import VALUE_LIMIT_LOG2
 from kitty_jax.pallas_kernels.store_tile_mgpu import CHUNK, KINDS, PAGE, Layout, Tile
 
-CHUNK_STRIDE = (
-    33 * CHUNK
-)  # 32 lanes and a padding, which keeps the lanes that write neighbouring chunks off each other's banks
+# 32 lanes and a padding, which keeps the lanes that write neighbouring chunks off each other's banks.
+CHUNK_STRIDE = 33 * CHUNK
 
 
 @dataclasses.dataclass(frozen=True)
 class ValuePlan:
-    """What is fixed when the kernel is built. ``slots`` is W, the slots of a ring."""
+    """What is fixed when the kernel is built. ``slots`` is W, the slots of a ring; ``shrink``, the factors of a token's
+    range to try."""
 
     fmt: PageFormat
     kv_heads: int
     pool: int
     slots: int
     kind: str
+    shrink: tuple[float, ...] = (1.0,)
 
     @functools.cached_property
     def tile(self) -> Tile:
@@ -57,10 +58,19 @@ class ValuePlan:
         )
 
 
-def store_values(pool_ref, values: Array, starts: Array, page_ids: Array, fmt: PageFormat) -> None:
+def store_values(
+    pool_ref, values: Array, starts: Array, page_ids: Array, fmt: PageFormat, *, shrink: tuple[float, ...]
+) -> None:
     """Writes the records of the pages in ``values`` [X, K, W, D] into the ref of the pool; ids outside are skipped."""
     x, k, slots, _ = values.shape
-    plan = ValuePlan(fmt=fmt, kv_heads=k, pool=pool_ref.shape[0], slots=slots, kind=KINDS[values.dtype.name])
+    plan = ValuePlan(
+        fmt=fmt,
+        kv_heads=k,
+        pool=pool_ref.shape[0],
+        slots=slots,
+        kind=KINDS[values.dtype.name],
+        shrink=tuple(shrink),
+    )
     ptx.launch(functools.partial(emit, plan), (), blocks=x * k, smem_bytes=plan.smem.total, name="store_value_pages")(
         pool_ref, values, starts, page_ids
     )
@@ -135,7 +145,7 @@ class ValueBlock:
             ptx.store_shared([exponent, ptx.i32(0), ptx.i32(0), ptx.i32(0)], self.part["exponent"])
         self.inverse = ptx.power_of_two(ptx.sub(ptx.i32(0), exponent))
         low, high = ptx.fmul(low, self.inverse), ptx.fmul(high, self.inverse)
-        scale, low = tiles.scale_and_min(low, high, ptx.f32(tiles.RECIPROCAL[self.fmt.value_bits]))
+        scale, low = self.choose_range(row, low, high)
         own = ptx.mul(self.tid, 2)
         sx.store_shared_half(scale, ptx.add(self.part["scale"], own))
         sx.store_shared_half(low, ptx.add(self.part["min"], own))
@@ -147,6 +157,44 @@ class ValueBlock:
         else:
             token = [ptx.bits_of(x) for x in (step, base, ptx.rcp(step))] + [ptx.i32(0)]
         ptx.store_shared(token, ptx.add(self.at["tokens"], ptx.mul(self.tid, 16)))
+
+    def choose_range(self, row: Value, low: Value, high: Value) -> tuple[Value, Value]:
+        """float16 bits of scale and min of the token at ``row``, whose numbers go from ``low`` to ``high``."""
+        shrink, reciprocal = self.plan.shrink, ptx.f32(tiles.RECIPROCAL[self.fmt.value_bits])
+        if shrink == (1.0,):
+            return tiles.scale_and_min(low, high, reciprocal)
+
+        def attempt(cut):
+            scale, base = tiles.scale_and_min(*tiles.shrunk_range(low, high, cut), reciprocal)
+            return self.token_error(row, sx.float_of_half(scale), sx.float_of_half(base)), scale, base
+
+        if len(shrink) > 1:
+            return tiles.best_of(shrink, attempt)
+        return tiles.scale_and_min(*tiles.shrunk_range(low, high, ptx.f32(tiles.half_cut(shrink[0]))), reciprocal)
+
+    def token_error(self, row: Value, step: Value, base: Value) -> Value:
+        """Squared error of the token's numbers, added in the order of :func:`.quantize.tree_sum`: the highest bit of
+        the channel first, so the numbers of a chunk, which its lowest bits tell apart, come last."""
+        tile, top = self.tile, ptx.f32(2.0**self.fmt.value_bits - 1)
+        chunks = tile.row_bytes // CHUNK
+
+        def leaf(chunk: int) -> list[Value]:
+            words = ptx.load_shared(4, row, chunk * CHUNK, kind="f" if tile.kind == "f32" else "r")
+            numbers = words if tile.kind == "f32" else [x for w in words for x in ptx.unpack_pair(w, tile.kind)]
+            return [tiles.squared_error(ptx.fmul(x, self.inverse), step, base, top) for x in numbers]
+
+        def add(a: list[Value], b: list[Value]) -> list[Value]:
+            return [ptx.fadd(x, y) for x, y in zip(a, b, strict=True)]
+
+        def over_chunks(bit: int, chunk: int) -> list[Value]:
+            if 1 << bit == chunks:
+                return leaf(chunk)
+            return add(over_chunks(bit + 1, chunk), over_chunks(bit + 1, chunk | 1 << bit))
+
+        sums = over_chunks(0, 0)
+        while len(sums) > 1:
+            sums = add(sums[: len(sums) // 2], sums[len(sums) // 2 :])
+        return sums[0]
 
     def reduce(self, words: list[Value], f) -> Value:
         """One float32 out of words of numbers."""

@@ -17,6 +17,8 @@ class DecodeTuning:
     Attributes:
         multiprocessors: of the device.
         blocks_per_multiprocessor: at most; registers set it, shared memory may lower it.
+        whole_pages: pages up to which one block takes a sequence and head: a second kernel to merge would cost more
+        than a few pages in a row do.
         long_waves, short_waves: blocks to aim at, in blocks the device runs at once, when there are many pages a
         block, and few.
         splits: fixed number of splits instead, or 0.
@@ -24,6 +26,7 @@ class DecodeTuning:
 
     multiprocessors: int = 132
     blocks_per_multiprocessor: int = 4
+    whole_pages: int = 16
     long_waves: float = 2.0
     short_waves: float = 0.5
     splits: int = 0
@@ -48,14 +51,13 @@ def decode_splits(tuning: DecodeTuning, *, work_items: int, pages: int, warps: i
     """Blocks that share one sequence and KV head.
 
     Lengths are not known when the kernel is built, so the longest sequence that the page table has room for counts.
-    One block a work
-    item is best where that fills the device: nothing has to be merged.
+    One block a work item is best where that fills the device: nothing has to be merged.
     """
     if tuning.splits:
         return tuning.splits
     per_sm = max(1, min(tuning.blocks_per_multiprocessor, SHARED_MEMORY // (smem_bytes + RESERVED_PER_BLOCK)))
     slots = tuning.multiprocessors * per_sm
-    if work_items >= slots or pages <= warps:
+    if work_items >= slots or pages <= tuning.whole_pages:
         return 1
     waves = tuning.long_waves if work_items * pages // warps > LONG_PAGES * slots // 4 else tuning.short_waves
     return max(1, min(-(-pages // warps), round(waves * slots / work_items)))

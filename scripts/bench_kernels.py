@@ -113,9 +113,26 @@ def random_records(key, fmt: PageFormat, pool: int, kv_heads: int) -> tuple[jax.
     return parts(fmt.key_parts), parts(fmt.value_parts)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def decode_operands(shape: DecodeShape, sets: int, seed: int = 0):
     """q, and operands for ``sets`` calls: pools that they share, then tables, buffers and new tokens of each."""
+    q, pages, tables, first, lengths, num_new = _decode_arrays(shape, sets, seed)
+    # Small calls need many sets: two programs, called again and again, make them, and not one program of all.
+    buffers = [[_shifted(x, i) for x in first] for i in range(sets)]
+    return q, (pages, [_row(tables, i) for i in range(sets)], buffers, lengths, num_new)
+
+
+@jax.jit
+def _shifted(x: jax.Array, i: int) -> jax.Array:
+    return jnp.roll(x, i, -1)
+
+
+@jax.jit
+def _row(x: jax.Array, i: int) -> jax.Array:
+    return x[i]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _decode_arrays(shape: DecodeShape, sets: int, seed: int):
     keys = iter(jax.random.split(jax.random.key(seed), 16))
     b, k, d = shape.batch, shape.kv_heads, shape.fmt.head_dim
     pool = b * shape.pages * sets
@@ -128,10 +145,9 @@ def decode_operands(shape: DecodeShape, sets: int, seed: int = 0):
     slots = (shape.sink, shape.sink, shape.fmt.page, shape.window + shape.fmt.page)
     new = (b, shape.new, k, d)
     first = [*(0.5 * normal(b, k, x, d) for x in slots), 0.5 * normal(*new), 0.5 * normal(*new)]
-    buffers = [[jnp.roll(x, i, -1) for x in first] for i in range(sets)]
     q = normal(b, shape.new, k * shape.group, d)
     lengths = jnp.full((b,), shape.tokens, jnp.int32)
-    return q, (pages, [tables[i] for i in range(sets)], buffers, lengths, jnp.full((b,), shape.new, jnp.int32))
+    return q, pages, tables, first, lengths, jnp.full((b,), shape.new, jnp.int32)
 
 
 def decode_step(shape: DecodeShape, sets: int, call: Callable) -> Callable:
@@ -166,13 +182,12 @@ def time_cudnn(shape: DecodeShape) -> Time | None:
     size = 4 * b * shape.tokens * k * d
     sets = max(1, int(-(-CACHE_BYTES // size)))
 
-    @jax.jit
-    def make():
-        keys = jax.random.split(jax.random.key(7), 2 * sets + 1)
-        caches = [jax.random.normal(key, (b, shape.tokens, k, d), jnp.bfloat16) for key in keys[:-1]]
-        return jax.random.normal(keys[-1], (b, shape.new, k * shape.group, d), jnp.bfloat16), caches
+    @functools.partial(jax.jit, static_argnums=1)
+    def normal(seed: int, dims: tuple[int, ...]):
+        return jax.random.normal(jax.random.key(seed), dims, jnp.bfloat16)
 
-    q, caches = make()
+    caches = [normal(i, (b, shape.tokens, k, d)) for i in range(2 * sets)]
+    q = normal(2 * sets, (b, shape.new, k * shape.group, d))
     lengths = jnp.full((b,), shape.tokens, jnp.int32)
 
     def step(i: int, q, caches):
@@ -181,7 +196,13 @@ def time_cudnn(shape: DecodeShape) -> Time | None:
             q, caches[j], caches[j + 1], key_value_seq_lengths=lengths, implementation="cudnn"
         )
 
-    return time_chained(step, q, caches, few=4, many=16 if size > 1e9 else 40)
+    return time_chained(step, q, caches, calls=chain_length(sets, size))
+
+
+def chain_length(sets: int, size: float) -> int:
+    """Calls of an executable: enough that every set of operands has its turn and that dispatch takes less time than
+    they do."""
+    return max(sets, 4) if size > 1e9 else max(sets, 16)
 
 
 def bench_decode(args: argparse.Namespace) -> Iterator[dict]:
@@ -203,24 +224,26 @@ def bench_decode(args: argparse.Namespace) -> Iterator[dict]:
     if args.shape:
         shapes = [
             DecodeShape(
-                *(int(x) for x in text.split(",")), fmt=PageFormat(head_dim=args.head_dim, boosted=args.boosted)
+                *(int(x) for x in text.split(",")),
+                fmt=PageFormat(head_dim=args.head_dim, boosted=args.boosted),
+                new=args.new,
             )
             for text in args.shape
         ]
     for shape in shapes:
-        yield from bench_decode_shape(shape, [int(x) for x in args.sweep_splits.split(",")], not args.no_baseline)
+        tunings = [dataclasses.replace(decode_tuning(), splits=int(x)) for x in args.sweep_splits.split(",")]
+        yield from bench_decode_shape(shape, tunings, not args.no_baseline)
 
 
-def bench_decode_shape(shape: DecodeShape, splits_to_try: list[int], baseline: bool) -> Iterator[dict]:
+def bench_decode_shape(shape: DecodeShape, tunings: list[DecodeTuning], baseline: bool) -> Iterator[dict]:
     cudnn = time_cudnn(shape) if baseline else None
     sets = max(1, int(-(-CACHE_BYTES // shape.bytes_read)))
     q, operands = decode_operands(shape, sets)
     scale = shape.fmt.head_dim**-0.5
     bandwidth = copy_bandwidth()
-    for splits in splits_to_try:
-        tuning = dataclasses.replace(decode_tuning(), splits=splits)
+    for tuning in tunings:
         call = functools.partial(decode_attention_mosaic, scale=scale, tuning=tuning)
-        t = time_chained(decode_step(shape, sets, call), q, operands)
+        t = time_chained(decode_step(shape, sets, call), q, operands, calls=chain_length(sets, 4 * shape.bytes_read))
         layer = LayerKV(*operands[0], *operands[2][0][:4], fmt=shape.fmt)
         rate = shape.bytes_read / t.median
         row = {
@@ -228,6 +251,7 @@ def bench_decode_shape(shape: DecodeShape, splits_to_try: list[int], baseline: b
             "tokens": shape.tokens,
             "K": shape.kv_heads,
             "Q": shape.group,
+            "T": shape.new,
             "D": shape.fmt.head_dim,
             "C": shape.fmt.boosted,
             "splits": make_plan(q, layer, operands[1][0], scale, tuning).splits,
@@ -249,6 +273,7 @@ def decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", help="B,tokens or B,tokens,K,Q instead of the table; may repeat")
     parser.add_argument("--head-dim", type=int, default=128, help="of --shape")
     parser.add_argument("--boosted", type=int, default=32, help="of --shape")
+    parser.add_argument("--new", type=int, default=1, help="new tokens a sequence, of --shape")
     parser.add_argument("--sweep-splits", default="0", help="splits to time, e.g. 1,2,4; 0 is the tuning's choice")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with the reference out")
     parser.add_argument("--no-baseline", action="store_true", help="leave cuDNN out")

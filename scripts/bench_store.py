@@ -17,7 +17,8 @@ from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """``op`` on ``pages`` pages of ``heads`` KV heads each; ``slots`` is W, ``boosted`` of keys, ``bits`` of values."""
+    """``op`` on ``pages`` pages of ``heads`` KV heads each; ``slots`` is W, ``boosted`` of keys, ``bits`` of values,
+    ``shrink`` the factors of ranges to try."""
 
     op: str
     what: str
@@ -28,6 +29,7 @@ class Case:
     bits: int = 2
     slots: int = 128
     dtype: str = "bfloat16"
+    shrink: tuple[float, ...] = (1.0,)
 
     @property
     def fmt(self) -> PageFormat:
@@ -55,6 +57,8 @@ class Case:
 CASES = [
     Case("store_keys", "decode step, 256 sequences", 256),
     Case("store_values", "decode step, 256 sequences", 256, slots=256),
+    Case("store_values", "decode step, 256 sequences, shrink 0.8", 256, slots=256, shrink=(0.8,)),
+    Case("store_values", "decode step, 256 sequences, best of 3 shrinks", 256, slots=256, shrink=(1.0, 0.9, 0.8)),
     Case("store_keys", "prefill, 32 x 8,192 tokens", 2048),
     Case("store_keys", "prefill, 32 x 8,192 tokens", 2048, boosted=16),
     Case("store_keys", "prefill, 32 x 8,192 tokens, K4", 2048, boosted=128),
@@ -71,10 +75,14 @@ def operation(case: Case, implementation: str) -> Callable:
     """(pool, pages, ids) -> pool, or -> pages for a dequantization."""
     fmt = case.fmt
     if case.op == "store_keys":
-        return lambda pool, x, ids: store_key_pages(pool, x, ids, fmt, implementation=implementation)
+        return lambda pool, x, ids: store_key_pages(
+            pool, x, ids, fmt, shrink=case.shrink, implementation=implementation
+        )
     if case.op == "store_values":
         starts = jnp.arange(case.pages, dtype=jnp.int32) * 128 % case.slots
-        return lambda pool, x, ids: store_value_pages(pool, x, starts, ids, fmt, implementation=implementation)
+        return lambda pool, x, ids: store_value_pages(
+            pool, x, starts, ids, fmt, shrink=case.shrink, implementation=implementation
+        )
     side = "keys" if case.is_keys else "values"
     return lambda pool, x, ids: dequantize_pages(
         pool, ids, fmt, side, dtype=jnp.dtype(case.dtype), implementation=implementation
@@ -125,10 +133,10 @@ def measure(case: Case, implementation: str) -> Time:
         first = (first + i + (out[0, 0, 0, 0] > 1e30).astype(jnp.int32)) % case.pages
         return op(pool, None, jnp.roll(ids, first)), first
 
-    chain = {"few": 4, "many": 24} if case.pages < 1024 else {"few": 2, "many": 10}
+    calls = 16 if case.pages < 1024 else 6
     if case.op.startswith("store"):
-        return time_chained(store, pool, (x, ids), **chain)
-    return time_chained(dequantize, (op(pool, None, ids), jnp.int32(0)), (pool, ids), **chain)
+        return time_chained(store, pool, (x, ids), calls=calls)
+    return time_chained(dequantize, (op(pool, None, ids), jnp.int32(0)), (pool, ids), calls=calls)
 
 
 def bench_store(args: argparse.Namespace) -> Iterator[dict]:

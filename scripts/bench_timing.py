@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CACHE_BYTES = 200e6  # a call's operands come round again after this many bytes: four times the L2 of an H200
+CACHE_BYTES = 100e6  # a call's operands come round again after this many bytes: twice the L2 of an H200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,27 +23,28 @@ class Time:
     high: float
 
 
-def time_chained(step: Callable, carry, operands, *, few: int = 8, many: int = 40, repeats: int = 9) -> Time:
-    """Time of ``carry = step(i, carry, operands)``, the difference of chains of ``many`` and ``few`` calls."""
+def time_chained(step: Callable, carry, operands, *, calls: int = 16, long: int = 5, repeats: int = 15) -> Time:
+    """Time of ``carry = step(i, carry, operands)``.
 
-    def chain(n: int):
-        @jax.jit
-        def run(carry, operands):
-            for i in range(n):
-                carry = step(i, carry, operands)
-            return carry
+    One executable holds ``calls`` of them, each taking the one before's result. It is queued ``long`` times, and once:
+    the difference leaves dispatch and the last synchronization out.
+    """
 
-        jax.block_until_ready(run(carry, operands))
-        return run
+    @jax.jit
+    def run(carry, operands):
+        for i in range(calls):
+            carry = step(i, carry, operands)
+        return carry
 
-    def seconds(run) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run(carry, operands))
+    def seconds(times: int) -> float:
+        start, x = time.perf_counter(), carry
+        for _ in range(times):
+            x = run(x, operands)
+        jax.block_until_ready(x)
         return time.perf_counter() - start
 
-    short, long = chain(few), chain(many)
-    seconds(long)
-    samples = sorted((seconds(long) - seconds(short)) / (many - few) for _ in range(repeats))
+    seconds(2)
+    samples = sorted((seconds(long) - seconds(1)) / (calls * (long - 1)) for _ in range(repeats))
     return Time(float(np.median(samples)), samples[0], samples[-1])
 
 
@@ -51,5 +52,5 @@ def time_chained(step: Callable, carry, operands, *, few: int = 8, many: int = 4
 def copy_bandwidth() -> float:
     """Bytes read plus bytes written a second of copying 1 GiB."""
     x = jax.random.bits(jax.random.key(0), (1 << 28,), jnp.uint32)
-    t = time_chained(lambda i, x, _: jax.lax.optimization_barrier(x + jnp.uint32(i)), x, (), few=2, many=12)
+    t = time_chained(lambda i, x, _: jax.lax.optimization_barrier(x + jnp.uint32(i + 1)), x, (), calls=4)
     return 2 * x.nbytes / t.median

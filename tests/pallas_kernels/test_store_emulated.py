@@ -79,24 +79,30 @@ def test_keys(head_dim, boosted, dtype, data, extra):
 
 
 @pytest.mark.parametrize(
-    "head_dim,value_bits,dtype,slots,data",
+    "head_dim,value_bits,dtype,slots,data,shrink",
     [
-        (128, 2, BF16, 256, "normal"),
-        (128, 4, BF16, 200, "ties"),
-        (64, 2, F32, 128, "cancel"),
-        (64, 2, F16, 256, "constant"),
-        (64, 4, F32, 129, "wide"),
+        (128, 2, BF16, 256, "normal", (1.0,)),
+        (128, 4, BF16, 200, "ties", (1.0,)),
+        (64, 2, F32, 128, "cancel", (1.0,)),
+        (64, 2, F16, 256, "constant", (1.0,)),
+        (64, 4, F32, 129, "wide", (1.0,)),
+        (128, 2, BF16, 256, "normal", (0.8,)),
+        (64, 4, F32, 128, "wide", (0.8,)),
+        (128, 2, F16, 128, "constant", (0.8,)),
+        (128, 2, BF16, 128, "normal", (1.0, 0.8, 0.9)),
+        (64, 2, F32, 128, "cancel", (0.75, 1.0)),
+        (64, 4, F16, 200, "ties", (1.0, 0.9, 0.8)),
     ],
 )
-def test_values(head_dim, value_bits, dtype, slots, data):
+def test_values(head_dim, value_bits, dtype, slots, data, shrink):
     fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
     values = make(data, (5, HEADS, slots, head_dim), dtype)[: len(IDS)]
     pool, ids = records(fmt.value_words), jnp.asarray(IDS, jnp.int32)
     starts = jnp.asarray([slots - 1, 0, slots // 3] if slots > 128 else [0, 0, 0], jnp.int32)
-    reference = functools.partial(store_value_pages, fmt=fmt, implementation="xla")
+    reference = functools.partial(store_value_pages, fmt=fmt, shrink=shrink, implementation="xla")
     want = jax.jit(reference)(pool, values, starts, ids)
     kind = store_tile_mgpu.KINDS[values.dtype.name]
-    plan = store_values_mgpu.ValuePlan(fmt=fmt, kv_heads=HEADS, pool=POOL, slots=slots, kind=kind)
+    plan = store_values_mgpu.ValuePlan(fmt=fmt, kv_heads=HEADS, pool=POOL, slots=slots, kind=kind, shrink=shrink)
     emit = functools.partial(store_values_mgpu.emit, plan)
     operands = [np.asarray(x) for x in (pool, values, starts, ids)]
     got = ptx_emulator.run(emit, operands, len(IDS) * HEADS, plan.smem.total)[0]

@@ -12,6 +12,7 @@ from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
 POOL, PAGES, HEADS = 7, 5, 3
 IDS = (4, POOL, 0, 6, 3)
 DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32]
+SHRINKS = [(0.8,), (1.0, 0.9, 0.8)]
 EXTRAS = {
     "plain": {},
     "variance": {"score": "variance"},
@@ -79,8 +80,8 @@ def run_keys(fmt, arguments, which):
     return store_keys(fmt, (which, shrink, score)), (pool, keys, ids, static)
 
 
-def run_values(fmt, which):
-    return jax.jit(lambda *a: store_value_pages(*a, fmt, implementation=which))
+def run_values(fmt, which, shrink=(1.0,)):
+    return jax.jit(lambda *a: store_value_pages(*a, fmt, shrink=shrink, implementation=which))
 
 
 def lowered(f, *arguments):
@@ -120,6 +121,13 @@ class TestLowering:
         text = lowered(run_values(fmt, "mosaic"), *value_arguments(fmt, dtype, slots))
         assert text.count("custom_call @mosaic_gpu") == 1
         assert "output_operand_alias" in text
+
+    @pytest.mark.parametrize("value_bits", [2, 4])
+    @pytest.mark.parametrize("shrink", SHRINKS, ids=str)
+    def test_values_in_a_shrunk_range(self, dtype, head_dim, value_bits, shrink):
+        fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
+        text = lowered(run_values(fmt, "mosaic", shrink), *value_arguments(fmt, dtype, 256))
+        assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @pytest.mark.usefixtures("anywhere")
@@ -213,6 +221,24 @@ def test_value_records_equal_the_reference(head_dim, value_bits, dtype, slots, d
     fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
     arguments = value_arguments(fmt, dtype, slots, data)
     equal_to_both_references(run_values(fmt, "mosaic"), run_values(fmt, "xla"), arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shrink", SHRINKS, ids=str)
+@pytest.mark.parametrize(
+    "head_dim,value_bits,dtype,data",
+    [
+        (128, 2, jnp.bfloat16, "normal"),
+        (128, 2, jnp.bfloat16, "ties"),
+        (128, 4, jnp.float16, "wide"),
+        (64, 2, jnp.float32, "cancel"),
+        (64, 4, jnp.bfloat16, "constant"),
+    ],
+)
+def test_value_records_of_a_shrunk_range_equal_the_reference(head_dim, value_bits, dtype, data, shrink):
+    fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
+    arguments = value_arguments(fmt, dtype, 256, data)
+    equal_to_both_references(run_values(fmt, "mosaic", shrink), run_values(fmt, "xla", shrink), arguments)
 
 
 @pytest.mark.gpu
