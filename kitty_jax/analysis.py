@@ -7,9 +7,9 @@ from collections.abc import Collection
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.attention import causal_attention
 from kitty_jax.config import CacheConfig
 from kitty_jax.fake_quantize import fake_quantize_keys
+from kitty_jax.flash import causal_attention
 
 
 def capture(model, tokens: Array, layers: Collection[int]) -> dict[int, tuple[Array, Array]]:

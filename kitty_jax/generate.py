@@ -18,11 +18,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.generate_loop import SamplingState, jit_advance, jit_init, jit_progress, jit_start
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
-from kitty_jax.prompts import Prompts, check_capacity, check_eos, check_prompts, check_seeds, check_whole
+from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice, plan_prefill, power_of_two
+from kitty_jax.prompts import BUCKET, Prompts, check_capacity, check_eos, check_prompts, check_seeds, check_whole
 from kitty_jax.sampling import Greedy, Sampler
 from kitty_jax.state import KVShape, KVState, pages_per_sequence
 from kitty_jax.steps import FunctionalModel, functional
@@ -33,7 +35,8 @@ class GenerateResult:
     """What was generated.
 
     Attributes:
-        tokens: int32 [B, max_new_tokens], new tokens, the eos included; -1 after a sequence's end.
+        tokens: int32 [B, max_new_tokens], new tokens, the eos included; -1 after a sequence's end. With ``samples``, B
+            is prompts times samples, and the samples of a prompt follow each other.
         lengths: int32 [B], new tokens of each sequence.
         finished_by_eos: bool [B]; the others ran into ``max_new_tokens``, or ran out of cache.
         state: the cache, where ``keep_state`` was given. It holds each sequence's prompt and all its new tokens but the
@@ -77,6 +80,7 @@ class Generation:
         prompts: padded prompts.
         caches: one cache config per layer.
         capacity: tokens that a sequence's cache can hold.
+        slices: the prompt steps.
     """
 
     model: FunctionalModel
@@ -89,6 +93,20 @@ class Generation:
     eos: np.ndarray
     pool_pages: int | None
     implementation: Implementation
+    samples: int
+    mesh: Mesh | None
+    slices: list[PromptSlice]
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that were asked for."""
+        return self.prompts.batch * self.samples
+
+    @property
+    def batch(self) -> int:
+        """B, sequences of the state: those asked for, rounded up to a multiple of the mesh's "data" axis."""
+        ways = self.mesh.shape["data"] if self.mesh else 1
+        return -(-self.sequences // ways) * ways
 
     @property
     def shape(self) -> KVShape:
@@ -102,10 +120,11 @@ class Generation:
     def _sizes(self) -> dict[str, int | None]:
         # Room for as many new tokens as the capacity, so that max_new_tokens decides no shape.
         return {
-            "batch": self.prompts.batch,
+            "batch": self.batch,
             "capacity": self.capacity,
             "room": self.capacity,
             "pool_pages": self.pool_pages,
+            "mesh": self.mesh,
         }
 
     def compile(self) -> float:
@@ -113,20 +132,30 @@ class Generation:
         begin = time.perf_counter()
         jit_init.lower(self.caches, self.shape, self.seeds, **self._sizes()).compile()
         run = jax.eval_shape(self._empty)
-        jit_start.lower(*self._start_arguments(run), implementation=self.implementation).compile()
+        for shape in {(x.tokens.shape, x.rows is None, x.fresh): x for x in self.slices}.values():
+            arguments, options = self._start_arguments(run, shape)
+            jit_start.lower(*arguments, **options).compile()
         jit_advance.lower(*self._advance_arguments(run, 0), implementation=self.implementation).compile()
         jit_progress.lower(run, np.int32(0), size=1).compile()
         return time.perf_counter() - begin
 
-    def _start_arguments(self, run) -> tuple:
-        return self.model, run, self.prompts.tokens, self.prompts.lengths, self.sampler, self.eos
+    def _start_arguments(self, run, piece: PromptSlice | None = None) -> tuple[tuple, dict]:
+        piece = piece or self.slices[0]
+        arrays = (piece.tokens, piece.lengths, piece.rows, piece.ends)
+        options = {"fresh": piece.fresh, "copies": self.samples, "implementation": self.implementation}
+        return (self.model, run, *arrays, self.sampler, self.eos), options
 
     def _advance_arguments(self, run, limit: int) -> tuple:
-        return self.model, run, np.int32(limit), self.sampler, self.eos
+        until = np.full(self.batch, limit, np.int32)
+        return self.model, run, until, np.bool_(False), self.sampler, self.eos
 
     def start(self) -> SamplingState:
         """Runs the prompts and samples the first new token of every sequence."""
-        return jit_start(*self._start_arguments(self._empty()), implementation=self.implementation)
+        run = self._empty()
+        for piece in self.slices:
+            arguments, options = self._start_arguments(run, piece)
+            run = jit_start(*arguments, **options)
+        return run
 
     def advance(self, run: SamplingState, limit: int) -> SamplingState:
         """Decodes up to ``limit`` new tokens per sequence. ``run`` is donated."""
@@ -148,6 +177,7 @@ class Generation:
             size = min(chunk, self.max_new_tokens - first)
             run = self.advance(run, first + size)
             tokens, going = jax.device_get(jit_progress(run, np.int32(first), size=size))
+            tokens, going = tokens[: self.sequences], going.any()
             width = int((tokens >= 0).any(axis=0).sum())
             if width:
                 yield tokens[:, :width]
@@ -155,15 +185,14 @@ class Generation:
         self._result(run, keep_state=False)
 
     def _result(self, run: SamplingState, keep_state: bool) -> GenerateResult:
-        tokens, lengths, finished, exhausted = jax.device_get(
-            (run.tokens, run.num_new, run.finished, run.cache.exhausted)
-        )
+        read = jax.device_get((run.tokens, run.num_new, run.finished, run.cache.exhausted))
+        tokens, lengths, finished, exhausted = (x[: self.sequences] for x in read)
         result = GenerateResult(
             tokens[:, : self.max_new_tokens], lengths, finished, run.cache if keep_state or exhausted.any() else None
         )
         if exhausted.any():
             quantized = next(config for config in self.caches if config.quantized)
-            pages = self.prompts.batch * pages_per_sequence(self.capacity, quantized)
+            pages = self.batch * pages_per_sequence(self.capacity, quantized)
             raise PoolExhaustedError(result, np.flatnonzero(exhausted).tolist(), self.pool_pages, pages)
         return result
 
@@ -180,6 +209,9 @@ def prepare(
     eos: int | Sequence[int] | None = None,
     capacity: int | None = None,
     pool_pages: int | None = None,
+    samples: int = 1,
+    prefill_tokens: int = PREFILL_TOKENS,
+    mesh: Mesh | None = None,
     implementation: Implementation = "auto",
 ) -> Generation:
     """Checks a request without running or compiling anything. Arguments and errors as in :func:`generate`."""
@@ -189,7 +221,19 @@ def prepare(
     capacity = check_capacity(prompts.lengths, max_new_tokens, capacity)
     if pool_pages is not None:
         check_whole("pool_pages", pool_pages, 1)
+    check_whole("samples", samples, 1)
+    check_whole("prefill_tokens", prefill_tokens, BUCKET)
     choose(implementation, None)
+    ways = _data_ways(mesh)
+    if samples > 1 and ways > 1:
+        raise ValueError(f"samples={samples} needs a mesh with one place on 'data', got {ways}")
+    quantized = next((c for c in caches if c.quantized), None)
+    if samples > 1 and pool_pages is None and quantized and pages_per_sequence(capacity, quantized):
+        pool_pages = _shared_pool(prompts.lengths, samples, capacity, quantized)
+    batch = -(-prompts.batch * samples // ways) * ways
+    rows = [b * samples for b in range(prompts.batch)]
+    ids = [row[:n] for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
+    slices = plan_prefill(ids, rows, batch=batch, groups=ways, budget=prefill_tokens)
     sampler = Greedy() if sampler is None else sampler
     if not callable(sampler):
         raise ValueError(f"sampler must be Greedy(), Sampling(...) or a function of (logits, keys), got {sampler!r}")
@@ -202,13 +246,34 @@ def prepare(
         capacity=capacity,
         max_new_tokens=int(max_new_tokens),
         sampler=sampler,
-        seeds=check_seeds(seed, prompts.batch),
+        seeds=check_seeds(seed, prompts.batch * samples, batch),
         eos=check_eos(eos, config.vocab_size),
         pool_pages=pool_pages,
         implementation=implementation,
+        samples=int(samples),
+        mesh=mesh,
+        slices=slices,
     )
     jax.eval_shape(generation._empty)  # refuses a cache that does not fit the model
     return generation
+
+
+def _data_ways(mesh: Mesh | None) -> int:
+    if mesh is None:
+        return 1
+    if set(mesh.axis_names) != {"data", "model"}:
+        raise ValueError(
+            f"the mesh must have the axes 'data' and 'model', got {mesh.axis_names}: make it with "
+            "kitty_jax.models.sharding.make_mesh(data, model), and load the model with the same mesh"
+        )
+    return mesh.shape["data"]
+
+
+def _shared_pool(lengths: np.ndarray, samples: int, capacity: int, config: CacheConfig) -> int:
+    """Pages for all samples up to the capacity, those of the prompts once; rounded up so that the number recurs."""
+    whole = pages_per_sequence(capacity, config)
+    prompt = np.maximum(lengths - config.sink, 0) // config.page
+    return power_of_two(int(np.sum(prompt + samples * (whole - prompt))))
 
 
 def generate(model: Any, token_ids: Any, lengths: Any = None, *, keep_state: bool = False, **options) -> GenerateResult:
@@ -230,6 +295,11 @@ def generate(model: Any, token_ids: Any, lengths: Any = None, *, keep_state: boo
             enough, rounded up to a :func:`kitty_jax.prompts.bucket`. Requests of equal batch, capacity, kind of sampler
             and padded prompt length share one compilation.
         pool_pages: pages for all sequences together; by default each has its own for the whole capacity.
+        samples: continuations of each prompt, 1 by default. They share the pages of the prompt, which is run once;
+            sample i of prompt b is sequence ``b * samples + i`` of the result, and draws as one alone with its seed.
+        prefill_tokens: most prompt tokens, padding included, that run at a time; longer prompts are cut into pieces of
+            so many, which attend to the packed pages of those before. 8,192 by default.
+        mesh: devices to use, from :func:`kitty_jax.models.sharding.make_mesh`; load the model with the same mesh.
         implementation: ``"auto"``, ``"mosaic"`` or ``"xla"``, for the operations on pages.
 
     Raises:

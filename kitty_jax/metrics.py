@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kitty_jax.attention import causal_attention
 from kitty_jax.config import CacheConfig, layer_configs
+from kitty_jax.flash import causal_attention
 from kitty_jax.simulation import SimulatedLayer, simulated_attention, simulated_caches
 
 START = 512  # first position of the averages: before it, little or nothing is quantized

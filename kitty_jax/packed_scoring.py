@@ -12,9 +12,10 @@ from jax import Array
 
 from kitty_jax.attention import Step, attend_chunk, attend_token
 from kitty_jax.config import CacheConfig, layer_configs
-from kitty_jax.state import FullLayer, KVState, Layer, init_state
+from kitty_jax.pool import reserve
+from kitty_jax.state import KVState, Layer, init_state
 from kitty_jax.steps import FunctionalModel, functional
-from kitty_jax.update import flush, reserve
+from kitty_jax.update import flush
 
 
 def packed_hidden(
@@ -79,11 +80,7 @@ def _append(fm: FunctionalModel, state: KVState, tokens: Array, inputs: list | N
     def attend(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
         q, k, v = next(given, (q, k, v))
         facts = (step.lengths, step.num_new, step.page_table)
-        if isinstance(layer, FullLayer) or layer.config.selection == "random":
-            return _attend_chunk(layer, *facts, q, k, v)
-        # A layer's number is static and decides nothing but random channels.
-        out, new = _attend_chunk(dataclasses.replace(layer, index=0), *facts, q, k, v)
-        return out, dataclasses.replace(new, index=layer.index)
+        return _attend_chunk(layer, *facts, q, k, v)
 
     state, hidden = _forward(fm.merge(), state, tokens, attend)
     return hidden, state

@@ -154,8 +154,8 @@ def check_eos(eos, vocab_size: int) -> np.ndarray:
     return np.concatenate([ids.astype(np.int32), np.full(slots - ids.size, -1, np.int32)])
 
 
-def check_seeds(seed, batch: int) -> np.ndarray:
-    """uint32 [B] seeds: ``seed + b`` for row b, or the given ones."""
+def check_seeds(seed, batch: int, padded: int | None = None) -> np.ndarray:
+    """uint32 [B] seeds: ``seed + b`` for row b, or the given ones; followed by zeros up to ``padded``."""
     seeds = np.asarray(seed)
     if seeds.dtype.kind not in "iu" or seeds.shape not in ((), (batch,)):
         raise ValueError(f"seed must be an integer or {batch} integers, one per prompt, got {seed!r}")
@@ -164,4 +164,4 @@ def check_seeds(seed, batch: int) -> np.ndarray:
     seeds = seeds.astype(np.int64)
     if not seeds.ndim:
         seeds = seeds + np.arange(batch)
-    return (seeds % 2**32).astype(np.uint32)
+    return np.pad((seeds % 2**32).astype(np.uint32), (0, (padded or batch) - batch))

@@ -107,5 +107,5 @@ def row_keys(seeds: Array) -> Array:
 
 
 def step_keys(keys: Array, step: Array) -> Array:
-    """The keys [B] of one step from the rows' keys [B]; ``step`` int32 [] counts new tokens from 0."""
-    return jax.vmap(lambda key: jax.random.fold_in(key, step))(keys)
+    """The keys [B] of one step from the rows' keys [B]; ``step`` int32 [] or [B] counts new tokens from 0."""
+    return jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(step, keys.shape))

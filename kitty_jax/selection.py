@@ -14,7 +14,12 @@ from kitty_jax.pallas_kernels.quantize import SCORES, channel_errors
 
 
 def key_quantization(
-    config: CacheConfig, layer: Array | int, page: Array, keys: Array, query_squares: Array | None
+    config: CacheConfig,
+    layer: Array | int,
+    page: Array,
+    keys: Array,
+    query_squares: Array | None,
+    heads: tuple[Array | int, int] | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments of ``quantize_keys`` and ``store_key_pages`` for pages of keys.
 
@@ -23,8 +28,8 @@ def key_quantization(
         page: int32 [X], each page's number in its sequence.
         keys: [..., X, K, G, D].
         query_squares: float32 [..., X, K, D], sums over each page's tokens (:mod:`.query_statistic`); None where the
-        config
-            does not weigh channels by queries.
+            config does not weigh channels by queries.
+        heads: the number of the first of the K heads and of all heads, where these are only some of them.
     """
     out = {"score": config.selection if config.selection in SCORES else "magnitude", "shrink": config.key_shrink}
     if config.weighs_queries and query_squares is None:
@@ -33,7 +38,11 @@ def key_quantization(
         return out | {"score": "range", "weights": jnp.sqrt(query_squares)}
     if config.selection == "error" and config.weighs_queries:
         return out | {"scores": query_squares * channel_errors(keys, config.key_shrink)}
-    return out | {"scores": given_scores(config, layer, page, keys.shape[-3], keys.shape[-1])}
+    first, total = heads or (0, keys.shape[-3])
+    scores = given_scores(config, layer, page, total, keys.shape[-1])
+    if scores is not None and total != keys.shape[-3]:
+        scores = jax.lax.dynamic_slice_in_dim(scores, first, keys.shape[-3], axis=1)
+    return out | {"scores": scores}
 
 
 def given_scores(

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.attention import causal_attention
 from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.fake_quantize import fake_quantize
+from kitty_jax.flash import causal_attention
 from kitty_jax.pallas_kernels.partials import MASKED
 
 KEY_SPANS = 4  # a long text is cut into this many spans of queries; each attends no further than its own end

@@ -10,7 +10,6 @@ logits, state = jax.jit(decode_step, donate_argnums=1)(fm, state, next_tokens)
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,8 +19,9 @@ from jax import Array
 
 from kitty_jax.attention import Step, attend_chunk, attend_fresh, attend_token
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.state import KVState
-from kitty_jax.update import flush, reserve
+from kitty_jax.pool import reserve
+from kitty_jax.state import KVState, constrain
+from kitty_jax.update import flush
 
 
 @jax.tree_util.register_dataclass
@@ -52,6 +52,7 @@ def prefill(
     tokens: Array,
     lengths: Array,
     *,
+    rows: Array | None = None,
     fresh: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Array, KVState]:
@@ -63,6 +64,9 @@ def prefill(
             prefill).
         tokens: int32 [B, T], right-padded.
         lengths: int32 [B], real tokens of each row, 0 to T; rows with 0 leave their sequence as it is.
+        rows: int32 [X], where ``tokens`` [X, T] and ``lengths`` [X] are of some sequences only: which ones, each once.
+            A number from B on marks a padding row. On a mesh with several places on "data", X is a multiple of them,
+            each place has its equal share of the rows in turn, and sequences are counted within the place's own.
         fresh: promise that every sequence with tokens here is empty; attention is then plain causal (flash) attention.
             Static.
         implementation: for the operations on pages. Static.
@@ -72,13 +76,33 @@ def prefill(
         hold is left as it was and marked in ``state.exhausted``; its logits mean nothing, as do those of rows of
         length 0.
     """
-    before = state.lengths
-    state, num_new = reserve(state, lengths)
+    if rows is None:
+        before, table = state.lengths, None
+        state, num_new = reserve(state, lengths)
+    else:
+        before = _of_rows(state, state.lengths, rows)
+        state, granted = reserve(state, _to_sequences(state, lengths, rows))
+        num_new, table = _of_rows(state, granted, rows), _of_rows(state, state.page_table, rows)
     attend = attend_fresh if fresh else attend_chunk
-    hidden, state = _forward(model, state, tokens, before, num_new, attend, implementation)
+    hidden, state = _forward(model, state, tokens, before, num_new, attend, implementation, rows, table)
     last = jnp.clip(lengths - 1, 0, tokens.shape[1] - 1)
     hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return model.merge().logits(hidden), state
+
+
+def _of_rows(state: KVState, x: Array, rows: Array) -> Array:
+    """Entries of x [B, ...] for rows int32 [X]; zeros for padding rows."""
+    x = x.reshape(state.groups, -1, *x.shape[1:])
+    out = jax.vmap(lambda x, r: x.at[r].get(mode="fill", fill_value=0))(x, rows.reshape(state.groups, -1))
+    return out.reshape(-1, *x.shape[2:])
+
+
+def _to_sequences(state: KVState, x: Array, rows: Array) -> Array:
+    """x [X] of rows int32 [X] as [B]; zero for the sequences that no row is of."""
+    groups = state.groups
+    zeros = jnp.zeros((groups, state.batch // groups), x.dtype)
+    out = jax.vmap(lambda z, x, r: z.at[r].set(x, mode="drop"))(zeros, x.reshape(groups, -1), rows.reshape(groups, -1))
+    return out.reshape(-1)
 
 
 def decode_step(
@@ -110,8 +134,13 @@ def decode_step(
     return model.merge().logits(hidden[:, 0]), state
 
 
-def _forward(model, state: KVState, tokens, before, num_new, attend, implementation) -> tuple[Array, KVState]:
-    step = Step(before, num_new, state.page_table, implementation)
+def _forward(
+    model, state: KVState, tokens, before, num_new, attend, implementation, rows=None, table=None
+) -> tuple[Array, KVState]:
+    table = state.page_table if table is None else table
+    step = Step(before, num_new, table, implementation, rows, state.mesh)
     positions = before[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    hidden, layers = model.merge()(tokens, positions, state.layers, functools.partial(attend, step))
-    return hidden, dataclasses.replace(state, layers=tuple(layers), lengths=before + num_new)
+    # A pytree, so that the model can pass it into a jit of its own.
+    hidden, layers = model.merge()(tokens, positions, state.layers, jax.tree_util.Partial(attend, step))
+    added = num_new if rows is None else _to_sequences(state, num_new, rows)
+    return hidden, constrain(dataclasses.replace(state, layers=tuple(layers), lengths=state.lengths + added))

@@ -1,4 +1,4 @@
-"""Putting tokens into the state: pages handed out, buffers written, full pages quantized.
+"""Putting tokens into the state: buffers written, full pages quantized.
 
 One token of every sequence goes in by :func:`insert_token` in each layer and one :func:`flush` for all layers; a chunk
 by :func:`append_chunk`. Both end in the same state, bit for bit, for the same keys and values.
@@ -7,68 +7,21 @@ by :func:`append_chunk`. Both end in the same state, bit for bit, for the same k
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.pallas_kernels.implementation import Implementation
+from kitty_jax.pallas_kernels.implementation import Implementation, device_unsupported
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.query_statistic import add_chunk, add_token, squared_queries
 from kitty_jax.selection import key_quantization
-from kitty_jax.state import FullLayer, KVState, Layer, PagePool, QuantizedLayer
+from kitty_jax.state import BUFFERS, FullLayer, KVState, Layer, QuantizedLayer
 
-
-def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
-    """Hands out the pages that ``num_new`` int32 [B] further tokens fill.
-
-    A sequence for which capacity or pool do not suffice gets none and is marked in ``exhausted``. Pages are handed out
-    in batch order; where one sequence's need is not met, no later one gets a page in this call either.
-
-    Returns:
-        The state with its page table extended, and int32 [B]: ``num_new``, or 0 for the refused sequences.
-    """
-    fits = state.lengths + num_new <= state.capacity
-    layer = next((x for x in state.layers if isinstance(x, QuantizedLayer)), None)
-    if state.pool is None or layer is None:
-        refused = ~fits & (num_new > 0)
-        return dataclasses.replace(state, exhausted=state.exhausted | refused), jnp.where(fits, num_new, 0)
-    first = layer.kv.counts(state.lengths)[1]
-    last = layer.kv.counts(state.lengths + num_new)[1]
-    need = jnp.where(fits, last - first, 0)
-
-    total = jnp.cumsum(need)
-    granted = fits & ((need == 0) | (total <= state.pool.num_free))
-    top = state.pool.num_free - (total - need)
-    left = state.pool.num_free - jnp.sum(jnp.where(granted, need, 0))
-    column = jnp.arange(state.page_table.shape[1], dtype=jnp.int32)
-    rank = column - first[:, None]  # [B, P]
-    new = granted[:, None] & (rank >= 0) & (rank < need[:, None])
-    ids = state.pool.free[jnp.clip(top[:, None] - 1 - rank, 0, state.pool.free.shape[0] - 1)]
-    state = dataclasses.replace(
-        state,
-        page_table=jnp.where(new, ids, state.page_table),
-        pool=PagePool(state.pool.free, left),
-        exhausted=state.exhausted | (~granted & (num_new > 0)),
-    )
-    return state, jnp.where(granted, num_new, 0)
-
-
-def release(state: KVState, done: Array) -> KVState:
-    """Empties the sequences where ``done`` bool [B]; their pages go back to the pool, where there is one."""
-    lengths = jnp.where(done, 0, state.lengths)
-    state = dataclasses.replace(state, lengths=lengths, exhausted=state.exhausted & ~done)
-    if state.pool is None:
-        return state
-    back = done[:, None] & (state.page_table >= 0)
-    rank = jnp.cumsum(back.reshape(-1).astype(jnp.int32)).reshape(back.shape) - 1
-    slot = jnp.where(back, state.pool.num_free + rank, state.pool.free.shape[0])
-    free = state.pool.free.at[slot].set(state.page_table, mode="drop")
-    num_free = state.pool.num_free + jnp.sum(back, dtype=jnp.int32)
-    return dataclasses.replace(
-        state, page_table=jnp.where(done[:, None], -1, state.page_table), pool=PagePool(free, num_free)
-    )
+FLUSH_ROWS = 4  # sequences whose pages the reference quantizes at a time
 
 
 def insert_token(
@@ -126,29 +79,49 @@ def flush(
     That is at most one a sequence. ``after`` [B, ...]: what the step made of the attention's output, so that pages are
     written after they were read (see :func:`ordered`).
     """
-    quantized = [x for x in state.layers if isinstance(x, QuantizedLayer)]
+    quantized = tuple(x for x in state.layers if isinstance(x, QuantizedLayer))
     if not quantized or not state.page_table.shape[1]:
         return state
-    due = jnp.zeros(before.shape, bool)
-    for kv in {x.kv.window: x.kv for x in quantized}.values():
-        (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(state.lengths)
-        due = due | (k1 > k0) | (v1 > v0)
-    turns = due.astype(jnp.int32)
-    if after is not None:
-        turns += _zero(after.reshape(after.shape[0], -1)[:, 0])
-
-    # A loop of no or one turn, not `lax.cond`: XLA updates what a loop carries in place, but copies pools that go
-    # through a cond.
-    def store(_, pools: tuple) -> tuple:
-        return tuple(
-            _flush_layer(x, pool, state, before, implementation) for x, pool in zip(quantized, pools, strict=True)
-        )
-
-    pools = tuple((x.kv.key_pages, x.kv.value_pages) for x in quantized)
-    pools = jax.lax.fori_loop(0, jnp.max(turns), store, pools)
+    after = jnp.zeros(before.shape) if after is None else after.reshape(after.shape[0], -1)[:, 0]
+    facts = (before, state.lengths, state.page_table, after)
+    pools = [(x.kv.key_pages, x.kv.value_pages) for x in quantized]
+    pools = on_mesh(
+        state.mesh,
+        functools.partial(_flush, implementation),
+        (quantized, *facts),
+        (partition_specs(quantized, heads=1), *partition_specs(facts)),
+        partition_specs(pools, heads=1),
+    )
     stored = iter(pools)
     layers = tuple(_with_pools(x, *next(stored)) if isinstance(x, QuantizedLayer) else x for x in state.layers)
     return dataclasses.replace(state, layers=layers)
+
+
+def _flush(
+    implementation: Implementation, layers: tuple, before: Array, lengths: Array, table: Array, after: Array
+) -> list[tuple[Array, Array]]:
+    due = jnp.zeros(before.shape, bool)
+    for kv in {x.kv.window: x.kv for x in layers}.values():
+        (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(lengths)
+        due = due | (k1 > k0) | (v1 > v0)
+    # The kernels pass over sequences that have no page to write. The reference takes a few that have one at a time.
+    batch = before.shape[0]
+    size = batch if implementation != "xla" and device_unsupported() is None else min(batch, FLUSH_ROWS)
+    turns = (jnp.sum(due, dtype=jnp.int32) + size - 1) // size + _zero(after[0])
+    order = jnp.argsort(~due, stable=True).astype(jnp.int32)
+    order = jnp.pad(order, (0, -batch % size), constant_values=batch)
+
+    # A loop of no turn or some, not `lax.cond`: XLA updates what a loop carries in place, but copies pools that go
+    # through a cond.
+    def store(turn: Array, pools: list) -> list:
+        rows = None if size == batch else jax.lax.dynamic_slice_in_dim(order, turn * size, size)
+        return [
+            _flush_layer(_with_pools(x, *pool), rows, before, lengths, table, implementation)
+            for x, pool in zip(layers, pools, strict=True)
+        ]
+
+    pools = [(x.kv.key_pages, x.kv.value_pages) for x in layers]
+    return jax.lax.fori_loop(0, turns, store, pools)
 
 
 def _with_pools(layer: QuantizedLayer, key_pages: Array, value_pages: Array) -> QuantizedLayer:
@@ -171,20 +144,31 @@ def _zero(x: Array) -> Array:
     return jnp.minimum((x > 0).astype(jnp.int32), 0)
 
 
+# A jit of its own, so that a model of many layers traces and lowers the stores once.
+@functools.partial(jax.jit, static_argnames="implementation")
 def _flush_layer(
-    layer: QuantizedLayer, pools: tuple[Array, Array], state: KVState, before: Array, implementation: Implementation
+    layer: QuantizedLayer,
+    rows: Array | None,
+    before: Array,
+    lengths: Array,
+    table: Array,
+    implementation: Implementation,
 ) -> tuple[Array, Array]:
-    layer = _with_pools(layer, *pools)
-    kv = layer.kv
-    (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(state.lengths)
-    ids = _page_ids(kv, state.page_table, k0[:, None], k1)[:, 0]
-    keys = _store_keys(layer, kv.tail_keys, ids, k0, layer.query_squares, implementation)
-    ids = _page_ids(kv, state.page_table, v0[:, None], v1)[:, 0]
+    kv, squares = layer.kv, layer.query_squares
+    tails, rings = kv.tail_keys, kv.ring_values
+    if rows is not None:
+        # A row past the batch reads the last sequence, whose page is then written twice with the same contents.
+        before, lengths, table, tails, rings = (
+            x.at[rows].get(mode="clip") for x in (before, lengths, table, tails, rings)
+        )
+        squares = None if squares is None else squares.at[rows].get(mode="clip")
+    (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(lengths)
+    ids = _page_ids(kv, table, k0[:, None], k1)[:, 0]
+    keys = _store_keys(layer, tails, ids, k0, squares, implementation)
+    ids = _page_ids(kv, table, v0[:, None], v1)[:, 0]
     starts = v0 * kv.fmt.page % kv.ring_values.shape[2]
     shrink = layer.config.value_shrink
-    values = store_value_pages(
-        kv.value_pages, kv.ring_values, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
-    )
+    values = store_value_pages(kv.value_pages, rings, starts, ids, kv.fmt, shrink=shrink, implementation=implementation)
     return keys, values
 
 
@@ -198,7 +182,9 @@ def _store_keys(
     layer: QuantizedLayer, keys: Array, ids: Array, page: Array, squares: Array | None, implementation: Implementation
 ) -> Array:
     """Stores key pages [X, K, G, D]; ``page`` int32 [X] is each one's number in its sequence, ``squares`` [X, K, D]."""
-    how = key_quantization(layer.config, layer.index, page, keys, squares)
+    heads = layer.kv.key_pages.shape[1]
+    first = 0 if layer.shards == 1 else jax.lax.axis_index("model") * heads
+    how = key_quantization(layer.config, layer.index, page, keys, squares, (first, heads * layer.shards))
     return store_key_pages(layer.kv.key_pages, keys, ids, layer.kv.fmt, implementation=implementation, **how)
 
 
@@ -211,20 +197,25 @@ def append_chunk(
     page_table: Array,
     implementation: Implementation = "auto",
     queries: Array | None = None,
+    rows: Array | None = None,
 ) -> Layer:
     """Puts a chunk of tokens into the layer and quantizes every page it fills.
 
     Args:
         keys, values: [B, T, K, D].
         lengths: int32 [B], tokens cached before; num_new: int32 [B], how many of the T tokens are real, for which
-            :func:`reserve` has been called.
+            :func:`.pool.reserve` has been called.
         page_table: int32 [B, P].
         queries: [B, T, N, D], where the layer's config weighs channels by them.
+        rows: int32 [X], the sequences of the layer that the X rows of all other arguments belong to; by default all, in
+            order. A row that is not a sequence of the layer's is padding.
     """
-    b, t = jnp.arange(lengths.shape[0]), jnp.arange(keys.shape[1], dtype=jnp.int32)
+    t = jnp.arange(keys.shape[1], dtype=jnp.int32)
     if isinstance(layer, FullLayer):
+        b = jnp.arange(lengths.shape[0]) if rows is None else rows
         slot = jnp.where(t < num_new[:, None], lengths[:, None] + t, layer.keys.shape[1])
         return FullLayer(_set(layer.keys, (b[:, None], slot), keys), _set(layer.values, (b[:, None], slot), values))
+    whole, layer = layer, take_rows(layer, rows)
     kv = layer.kv
     s, g = kv.sink, kv.fmt.page
     keys, values = (jnp.swapaxes(x, 1, 2).astype(kv.tail_keys.dtype) for x in (keys, values))  # [B, K, T, D]
@@ -270,14 +261,14 @@ def append_chunk(
     if pages:
         page = k0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, k1).reshape(-1)
-        rows = gather(keys, kv.tail_keys, k0 * g, pages)
-        key_pool = _store_keys(layer, rows, ids, page.reshape(-1), sums, implementation)
+        filled = gather(keys, kv.tail_keys, k0 * g, pages)
+        key_pool = _store_keys(layer, filled, ids, page.reshape(-1), sums, implementation)
         page = v0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, v1).reshape(-1)
-        rows = gather(values, kv.ring_values, v0 * g, pages)
+        filled = gather(values, kv.ring_values, v0 * g, pages)
         shrink, starts = layer.config.value_shrink, jnp.zeros_like(ids)
         value_pool = store_value_pages(
-            value_pool, rows, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
+            value_pool, filled, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
         )
     kv = dataclasses.replace(
         kv,
@@ -288,4 +279,28 @@ def append_chunk(
         tail_keys=newest(keys, kv.tail_keys),
         ring_values=newest(values, kv.ring_values),
     )
-    return dataclasses.replace(layer, kv=kv, query_squares=squares)
+    return _put_rows(whole, dataclasses.replace(layer, kv=kv, query_squares=squares), rows)
+
+
+def take_rows(layer: Layer, rows: Array | None) -> Layer:
+    """The layer of sequences ``rows`` int32 [X] alone: their buffers or tokens are copied, the pages are the same."""
+    if rows is None:
+        return layer
+
+    def of(x: Array) -> Array:
+        return x.at[rows].get(mode="clip")
+
+    if isinstance(layer, FullLayer):
+        return FullLayer(of(layer.keys), of(layer.values))
+    kv = dataclasses.replace(layer.kv, **{name: of(getattr(layer.kv, name)) for name in BUFFERS})
+    return dataclasses.replace(layer, kv=kv, query_squares=jax.tree.map(of, layer.query_squares))
+
+
+def _put_rows(whole: QuantizedLayer, part: QuantizedLayer, rows: Array | None) -> QuantizedLayer:
+    """``whole`` with the pages of ``part`` and its buffers in sequences ``rows``."""
+    if rows is None:
+        return part
+    kv = {name: _set(getattr(whole.kv, name), (rows,), getattr(part.kv, name)) for name in BUFFERS}
+    squares = part.query_squares
+    squares = None if squares is None else _set(whole.query_squares, (rows,), squares)
+    return dataclasses.replace(part, kv=dataclasses.replace(part.kv, **kv), query_squares=squares)

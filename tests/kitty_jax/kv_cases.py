@@ -10,8 +10,9 @@ import numpy as np
 from kitty_jax.oracle import Oracle
 from kitty_jax.pallas_kernels.pages import split_record
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values, key_codes
+from kitty_jax.pool import reserve
 from kitty_jax.state import FullLayer, KVState
-from kitty_jax.update import append_chunk, flush, insert_token, reserve
+from kitty_jax.update import append_chunk, flush, insert_token
 
 # Tolerance of attention outputs (weights sum to 1, values are about 1) against float64, by dtype of q.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}

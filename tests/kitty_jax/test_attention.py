@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.attention import Step, attend_chunk, attend_fresh, attend_token, causal_attention, masked_attention
+from kitty_jax.attention import Step, attend_chunk, attend_fresh, attend_token
 from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.flash import causal_attention, masked_attention
 from kitty_jax.oracle import Oracle
+from kitty_jax.pool import reserve
 from kitty_jax.state import KVShape, init_state
-from kitty_jax.update import reserve
 from tests.kitty_jax.kv_cases import (
     QUICK,
     TOLERANCE,

@@ -107,7 +107,7 @@ def test_the_loop_stops_when_all_have_ended() -> None:
     eos = sorted({int(row[i]) for row, i in zip(free.tokens, (2, 4, 6), strict=True)})
     generation = prepare(tiny_model(), PROMPTS, cache="full", max_new_tokens=40, sampler=SAMPLER, eos=eos)
     run = generation.advance(generation.start(), 40)
-    assert int(run.step) == int(run.num_new.max()) <= 7
+    assert int(run.num_new.max()) <= 7
     assert not run.going.any()
 
 
@@ -163,10 +163,10 @@ def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
     )
     run = generation._empty()
     if step == "start":
-        jitted, arguments = jit_start, generation._start_arguments(run)
+        jitted, (arguments, options) = jit_start, generation._start_arguments(run)
     else:
-        jitted, arguments = jit_advance, generation._advance_arguments(run, 9)
-    compiled = jitted.lower(*arguments, implementation="auto").compile()
+        jitted, arguments, options = jit_advance, generation._advance_arguments(run, 9), {}
+    compiled = jitted.lower(*arguments, **options).compile()
     text = compiled.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?) \}, entry", text).group(1)
     assert aliases.count("may-alias") + aliases.count("must-alias") == len(jax.tree.leaves(run))

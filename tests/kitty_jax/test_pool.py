@@ -9,8 +9,8 @@ import pytest
 
 from kitty_jax.config import CacheConfig
 from kitty_jax.oracle import Oracle
+from kitty_jax.pool import release
 from kitty_jax.state import KVShape, init_state
-from kitty_jax.update import release
 from tests.kitty_jax.kv_cases import (
     append_jit,
     assert_equals_oracle,
@@ -47,8 +47,9 @@ def _check(state, lengths, pool_pages, exhausted=(False,) * BATCH):
     assert state.exhausted.tolist() == list(exhausted)
     held = _pages(state)
     assert [len(p) for p in held] == [max(n - 4, 0) // 16 for n in lengths]
-    free = state.pool.free[: int(state.pool.num_free)].tolist()
+    free = state.pool.free[0, : int(state.pool.num_free[0])].tolist()
     assert sorted([*(page for pages in held for page in pages), *free]) == list(range(pool_pages))
+    assert state.pool.holders[0].tolist() == [int(page not in free) for page in range(pool_pages)]
     opened = open_layer(state)
     for b, length in enumerate(lengths):
         assert_equals_oracle(opened, b, fill_oracle(Oracle(CONFIG, 1, 16), KEYS[b], VALUES[b], length))
@@ -90,7 +91,7 @@ def test_an_empty_pool_is_reported_and_nothing_is_lost(by_token):
     _check(state, (first, 0, 19 if by_token else 11), 3, (True, False, True))
     state = _grow(state, 1 if by_token else 16, 0, 0, by_token=by_token)
     assert (int(state.lengths[0]), _pages(state)[1]) == (36 if by_token else 37, [])
-    assert int(state.pool.num_free) == 1
+    assert int(state.pool.num_free[0]) == 1
 
 
 def test_refused_in_batch_order():

@@ -9,9 +9,10 @@ import pytest
 
 from kitty_jax.config import CacheConfig
 from kitty_jax.oracle import Oracle
+from kitty_jax.pool import release, reserve
 from kitty_jax.query_statistic import squared_queries
 from kitty_jax.state import KVShape, init_state, nbytes
-from kitty_jax.update import append_chunk, flush, insert_token, release, reserve
+from kitty_jax.update import append_chunk, flush, insert_token
 from tests.kitty_jax.kv_cases import QUICK, assert_equals_oracle, differences, open_layer, random_kv
 
 N, K, D, G, S = 4, 2, 16, 16, 4

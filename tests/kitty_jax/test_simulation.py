@@ -13,9 +13,10 @@ from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
 from kitty_jax.models.llama3 import smollm2_135m
 from kitty_jax.models.registry import random_model
 from kitty_jax.oracle import Oracle
+from kitty_jax.pool import reserve
 from kitty_jax.simulation import SimulatedLayer, simulated_attention, simulated_caches
 from kitty_jax.state import init_state
-from kitty_jax.update import flush, reserve
+from kitty_jax.update import flush
 
 N, K, D = 4, 2, 16
 # S, G, R that put every boundary of DESIGN section 9 into a short text; the second has a window that is no multiple of

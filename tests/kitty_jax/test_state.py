@@ -63,11 +63,11 @@ def test_bits_per_element(boosted, paper, ours):
 
 
 def test_layers_of_different_kinds():
-    configs = [CacheConfig.full(), CacheConfig.kitty(), "kivi2-sink"]
+    configs = [CacheConfig.full(), CacheConfig.kitty(selection="random"), "kivi2-sink"]
     state = init_state(configs, SHAPE, batch=1, capacity=300)
     assert isinstance(state.layers[0], FullLayer)
     assert [getattr(layer, "kv", None) and layer.kv.fmt.boosted for layer in state.layers] == [None, 8, 0]
-    assert [x.index for x in state.layers[1:]] == [1, 2]
+    assert [x.index for x in state.layers[1:]] == [1, 0]
     assert state.page_table.shape == (1, 2)
     assert (state.batch, state.capacity) == (1, 300)
 
