@@ -83,15 +83,15 @@ def partial_flash(q: Array, k: Array, v: Array, visible: Array | None) -> Partia
 
 def _partial_xla(q: Array, k: Array, v: Array, visible: Array | None) -> Partial:
     b, t, n, d = q.shape
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     grouped = q.reshape(b, t, k.shape[2], n // k.shape[2], d)
-    exact = {"precision": "highest"} if q.dtype == jnp.float32 else {}
-    logits = jnp.einsum("btkqd,bxkd->btkqx", grouped, k, preferred_element_type=jnp.float32, **exact) * d**-0.5
+    logits = jnp.einsum("btkqd,bxkd->btkqx", grouped, k, precision="highest") * d**-0.5
     key = jnp.arange(k.shape[1])
     seen = key <= jnp.arange(t)[None, :, None] if visible is None else key < visible[:, None, None]
     logits = jnp.where(seen[:, :, None, None], logits, MASKED)
     m = jnp.max(logits, axis=-1)
     p = jnp.where(seen[:, :, None, None], jnp.exp(logits - m[..., None]), 0)
-    out = jnp.einsum("btkqx,bxkd->btkqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32, **exact)
+    out = jnp.einsum("btkqx,bxkd->btkqd", p, v, precision="highest")
     return Partial(out.reshape(b, t, n, d), m.reshape(b, t, n), jnp.sum(p, axis=-1).reshape(b, t, n))
 
 

@@ -31,7 +31,7 @@ def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
 
     # [X, B / X] from here on: a group of sequences has its pages to itself.
     groups = state.groups
-    pool, table = state.pool, state.page_table.reshape(groups, -1, state.page_table.shape[1])
+    pool, table = state.pool, state.page_table.reshape(groups, state.batch // groups, -1)
     fits, need, first = (x.reshape(groups, -1) for x in (fits, need, first))
     total = jnp.cumsum(need, axis=1)
     granted = fits & ((need == 0) | (total <= pool.num_free[:, None]))

@@ -91,7 +91,9 @@ def _slice(taken, prompts, rows, own: int, count: int, begin: int, piece: int) -
     for g, some in enumerate(taken):
         for j, i in enumerate(some, start=g * count):
             part = prompts[i][begin : begin + piece]
+            if not len(part):  # a shorter prompt beside a long one of another group
+                continue
             tokens[j, : len(part)], lengths[j] = part, len(part)
             row_of[j] = rows[i] % own
-            ends[j] = begin < len(prompts[i]) <= begin + piece
+            ends[j] = len(prompts[i]) <= begin + piece
     return PromptSlice(tokens, lengths, row_of, ends, begin == 0)

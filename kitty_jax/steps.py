@@ -92,9 +92,9 @@ def prefill(
 
 def _of_rows(state: KVState, x: Array, rows: Array) -> Array:
     """Entries of x [B, ...] for rows int32 [X]; zeros for padding rows."""
-    x = x.reshape(state.groups, -1, *x.shape[1:])
+    x = x.reshape(state.groups, state.batch // state.groups, *x.shape[1:])
     out = jax.vmap(lambda x, r: x.at[r].get(mode="fill", fill_value=0))(x, rows.reshape(state.groups, -1))
-    return out.reshape(-1, *x.shape[2:])
+    return out.reshape(rows.shape[0], *x.shape[2:])
 
 
 def _to_sequences(state: KVState, x: Array, rows: Array) -> Array:
