@@ -1,0 +1,117 @@
+"""Several devices: the sharded cache and generation equal those of one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kitty_jax.config import CacheConfig
+from kitty_jax.generate import generate, prepare
+from kitty_jax.generate_loop import jit_advance
+from kitty_jax.models.registry import config_from_name, random_model
+from kitty_jax.models.sharding import make_mesh
+from kitty_jax.sampling import Sampling
+from kitty_jax.state import KVShape, init_state, nbytes
+from tests.kitty_jax.generate_cases import small_cache
+
+SIZES = {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+CONFIG = dataclasses.replace(config_from_name("qwen3-0.6b"), num_layers=2, dtype=jnp.float32, **SIZES)
+PROMPTS = [np.random.default_rng(i).integers(0, 96, n).tolist() for i, n in enumerate((70, 3, 41))]
+LISTS = ((0, 5), (3, 9))  # two boosted channels, another pair for each KV head
+
+
+CACHES = {
+    "full": small_cache("full"),
+    "kitty_pro": small_cache("kitty_pro"),
+    "kitty_plus": small_cache("kitty_plus"),
+    "random": dataclasses.replace(small_cache("kitty_pro"), selection="random"),
+    "lists": dataclasses.replace(small_cache("kitty"), selection=LISTS),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("data, model", [(1, 2), (2, 2)])
+def test_sharded_generation_equals_one_device(name, data, model):
+    """Three prompts on two places of "data": a padding sequence is added, and nothing of it is seen."""
+    if name in ("random", "lists") and data > 1:
+        pytest.skip("splitting sequences over devices does not touch the choice of channels")
+    mesh = make_mesh(data, model, jax.devices()[: data * model])
+    options = {"cache": CACHES[name], "max_new_tokens": 40, "capacity": 128, "sampler": Sampling(temperature=1.2), "seed": 3}
+    wanted = generate(random_model(CONFIG), PROMPTS, **options)
+    got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, keep_state=True, **options)
+    assert got.sequences() == wanted.sequences()
+    assert got.tokens.shape == (3, 40)
+    assert len({tuple(row) for row in got.sequences()}) == 3
+    layer = got.state.layers[0]
+    shards = layer.keys.addressable_shards if name == "full" else layer.kv.key_pages.addressable_shards
+    assert len({s.index for s in shards}) == data * model  # every device holds a part of its own
+    assert sum(s.data.nbytes for s in shards) == (layer.keys if name == "full" else layer.kv.key_pages).nbytes
+
+
+def test_a_pool_on_a_mesh_hands_out_pages_by_group():
+    mesh = make_mesh(2, 1, jax.devices()[:2])
+    options = {"cache": small_cache("kitty_pro"), "max_new_tokens": 40, "capacity": 128}
+    wanted = generate(random_model(CONFIG), PROMPTS, **options)
+    got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, pool_pages=24, keep_state=True, **options)
+    assert got.sequences() == wanted.sequences()
+    pool = got.state.pool
+    pages = [max(n - 4, 0) // 16 for n in got.state.lengths.tolist()]
+    assert pool.num_free.tolist() == [12 - pages[0] - pages[1], 12 - pages[2] - pages[3]]
+    held = np.asarray(got.state.page_table)
+    for group in (held[:2], held[2:]):
+        ids = group[group >= 0]
+        assert len(set(ids.tolist())) == len(ids)
+        assert ids.max(initial=0) < 12
+
+
+def test_a_step_gathers_no_cache():
+    """Attention and stores need no exchange: in the compiled loop no collective carries pages or buffers."""
+    mesh = make_mesh(2, 2, jax.devices()[:4])
+    model = random_model(CONFIG, mesh=mesh)
+    generation = prepare(model, PROMPTS, cache=small_cache("kitty_pro"), max_new_tokens=9, capacity=128, mesh=mesh)
+    run = generation._empty()
+    text = jit_advance.lower(*generation._advance_arguments(run, 9), implementation="auto").compile().as_text()
+    moved = [line for line in text.splitlines() if any(f" {op}(" in line for op in ("all-gather", "all-to-all"))]
+    assert not [line for line in moved if "u32[" in line.split("=")[1].split("(")[0] and ",1," in line]
+    kv = run.cache.layers[0].kv
+    local = kv.key_pages.addressable_shards[0].data.shape
+    copies = [line for line in text.splitlines() if f"u32[{','.join(map(str, local))}]" in line and " copy(" in line]
+    assert copies == []
+
+
+def test_bytes_are_divided():
+    mesh = make_mesh(2, 2, jax.devices()[:4])
+    make = jax.jit(lambda: init_state(CacheConfig.kitty(), KVShape(1, 2, 64), batch=4, capacity=300, mesh=mesh))
+    state = make()
+    for x in jax.tree.leaves(state.layers):
+        assert x.addressable_shards[0].data.nbytes * 4 == x.nbytes
+    assert nbytes(state)["total"] == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"batch": 3}, "multiple of the mesh's 2 'data' places, got 3"),
+        ({"pool_pages": 5}, "pool_pages must be a multiple"),
+        ({"heads": 3}, "3 KV heads cannot be split over a 'model' axis of 2"),
+    ],
+)
+def test_sizes_that_do_not_divide(changes, message):
+    mesh = make_mesh(2, 2, jax.devices()[:4])
+    shape = KVShape(1, changes.pop("heads", 2), 64)
+    with pytest.raises(ValueError, match=message):
+        init_state("kitty", shape, **{"batch": 4, "capacity": 300, "mesh": mesh, **changes})
+
+
+def test_samples_over_data_are_refused():
+    mesh = make_mesh(2, 1, jax.devices()[:2])
+    with pytest.raises(ValueError, match="one place on 'data', got 2"):
+        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, samples=2, mesh=mesh)
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    mesh = jax.make_mesh((2,), ("x",))
+    with pytest.raises(ValueError, match="make_mesh"):
+        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, mesh=mesh)
