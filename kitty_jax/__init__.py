@@ -1,6 +1,7 @@
 """kitty-jax: a 2-bit KV cache for JAX (Kitty, arXiv 2511.18643)."""
 
 from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.engine import Engine, EngineResult, Piece, Request
 from kitty_jax.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
 from kitty_jax.memory import CacheBytes, cache_bytes
 from kitty_jax.sampling import Greedy, Sampler, Sampling
@@ -11,13 +12,17 @@ __all__ = [
     "CACHE_NAMES",
     "CacheBytes",
     "CacheConfig",
+    "Engine",
+    "EngineResult",
     "FunctionalModel",
     "GenerateResult",
     "Generation",
     "Greedy",
     "KVShape",
     "KVState",
+    "Piece",
     "PoolExhaustedError",
+    "Request",
     "Sampler",
     "Sampling",
     "cache_bytes",

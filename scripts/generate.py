@@ -13,14 +13,17 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.engine import Engine
 from kitty_jax.generate import Generation, prepare
 from kitty_jax.memory import CacheBytes, cache_bytes
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
@@ -29,6 +32,7 @@ from kitty_jax.sampling import Greedy, Sampler, Sampling
 from kitty_jax.text import InOrder, TextStream, encode_prompts
 
 NAMES = tuple(name.replace("_", "-") for name in CACHE_NAMES)
+SLOTS = 16  # prompts at a time unless --slots says otherwise
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -49,6 +53,12 @@ def parser() -> Parser:
     p.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch")
     p.add_argument(
         "--prompts-file", metavar="FILE", help='one prompt per line, or JSON lines with a "prompt"; - is standard input'
+    )
+    p.add_argument(
+        "--slots",
+        type=int,
+        metavar="N",
+        help=f"prompts that run at a time; the next one starts when one ends (default: all, up to {SLOTS})",
     )
     p.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
     p.add_argument(
@@ -98,6 +108,8 @@ def run(options: argparse.Namespace) -> None:
     cache = cache_from_name(options.cache)
     sampler = sampler_of(options)
     check_whole("--max-new-tokens", options.max_new_tokens, 1)
+    if options.slots is not None:
+        check_whole("--slots", options.slots, 1)
     prompts = read_prompts(options)
 
     from kitty_jax.models.checkpoint import load_model, open_checkpoint
@@ -106,46 +118,49 @@ def run(options: argparse.Namespace) -> None:
     open_checkpoint(options.model)
     tokenizer = load_tokenizer(options.model)
     ids = encode_prompts(tokenizer, prompts, chat=options.chat)
-    check_capacity(check_prompts(ids).lengths, options.max_new_tokens, options.capacity)
+    lengths = check_prompts(ids).lengths
+    capacity = check_capacity(lengths, options.max_new_tokens, options.capacity)
     eos = () if options.ignore_eos else sorted({*stop_token_ids(options.model), *eos_of(tokenizer)})
 
     begin = time.perf_counter()
     model = load_model(options.model, dtype=options.dtype, progress=loading(options.model))
     load_seconds = time.perf_counter() - begin
-    generation = prepare(
-        model,
-        ids,
-        cache=cache,
-        max_new_tokens=options.max_new_tokens,
-        sampler=sampler,
-        seed=options.seed,
-        eos=eos,
-        capacity=options.capacity,
-        implementation=options.implementation,
-    )
-    longest = int(generation.prompts.lengths.max()) + options.max_new_tokens
+    slots = min(len(prompts), options.slots or SLOTS)
+    common = {"cache": cache, "sampler": sampler, "eos": eos, "implementation": options.implementation}
+    asked = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
+    longest = int(lengths.max()) + options.max_new_tokens
     if longest > model.config.max_position:
         say(f"note: up to {longest} tokens, but the model was made for {model.config.max_position}")
+    if queued := slots < len(prompts):
+        engine = Engine(model, slots=slots, capacity=capacity, **common)
+        pieces = engine.stream(ids, **asked)
+    else:
+        generation = prepare(model, ids, capacity=options.capacity, **common, **asked)
+        pieces = pieces_of(generation)
     say(f"loaded in {load_seconds:.1f} s; compiling for {jax.devices()[0].device_kind}")
-    compile_seconds = generation.compile()
+    compile_seconds = engine.compile(ids, **asked) if queued else generation.compile()
     say(f"compiled in {compile_seconds:.1f} s")
 
     titles = [f"[{i + 1}] {' '.join(p.split())[:70]}" for i, p in enumerate(prompts)] if len(prompts) > 1 else None
     out = open(os.devnull, "w") if options.json else sys.stdout
+    bar = tqdm(total=len(prompts), unit="prompt", file=sys.stderr, disable=not (queued and sys.stderr.isatty()))
     try:
-        sequences, texts, times = decode(generation, tokenizer, InOrder(titles, out))
+        texts_out = InOrder(titles, out if bar.disable else Lines(out))
+        sequences, texts, times = decode(pieces, len(prompts), tokenizer, texts_out, bar.update)
     finally:
+        bar.close()
         if options.json:
             out.close()
-    size = cache_bytes(
-        generation.caches, generation.shape, batch=generation.prompts.batch, capacity=generation.capacity
-    )
+    if queued:  # prompts and decoding take turns there
+        times = {"prompt": None, "decode": None, "generation": sum(times.values())}
+    size = cache_bytes(cache, model.config, batch=slots, capacity=capacity)
     report = {
         "model": str(options.model),
         "dtype": jnp.dtype(model.config.dtype).name,
         "device": jax.devices()[0].device_kind,
         "cache": options.cache.strip().lower().replace("_", "-"),
-        "capacity": generation.capacity,
+        "capacity": capacity,
+        "slots": slots,
         "outputs": [
             {
                 "prompt": prompt,
@@ -234,45 +249,70 @@ def loading(path: str):
     return show
 
 
-def decode(generation: Generation, tokenizer, out: InOrder) -> tuple[list[list[int]], list[str], dict[str, float]]:
-    """Streams the generation to ``out``: new ids and text of each prompt, and seconds of prompt step and decoding."""
+class Lines:
+    """Whole lines for a terminal that shows a progress bar too, which stays below them."""
+
+    def __init__(self, out):
+        self._out, self._rest = out, ""
+
+    def write(self, text: str) -> None:
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            with tqdm.external_write_mode(file=self._out):
+                self._out.write(lines + end)
+
+    def flush(self) -> None:
+        self._out.flush()
+
+
+def pieces_of(generation: Generation) -> Iterator[tuple[int, list[int], bool]]:
+    """(row, new ids, whether these were the last) as they come, like the pieces of an engine."""
+    going = list(range(generation.prompts.batch))
+    for chunk in generation.stream():
+        new = {row: chunk[row][chunk[row] >= 0].tolist() for row in going}
+        yield from ((row, ids, not ids) for row, ids in new.items())
+        going = [row for row in going if new[row]]
+    yield from ((row, [], True) for row in going)
+
+
+def decode(
+    pieces: Iterable[tuple], count: int, tokenizer, out: InOrder, ended: Callable[[], object]
+) -> tuple[list[list[int]], list[str], dict[str, float]]:
+    """Streams pieces to ``out``: new ids and text of each prompt, and seconds until the first of them and after it.
+
+    ``ended`` is called whenever a prompt has ended.
+    """
 
     def to_text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    batch = generation.prompts.batch
-    sequences, texts = [[] for _ in range(batch)], [""] * batch
-    streams = [TextStream(to_text) for _ in range(batch)]
-    ended = [False] * batch
+    sequences, texts = [[] for _ in range(count)], [""] * count
+    streams = [TextStream(to_text) for _ in range(count)]
 
     def give(row: int, text: str) -> None:
         texts[row] += text
         out.write(row, text)
 
-    def end(row: int) -> None:
-        ended[row] = True
-        give(row, streams[row].finish())
-        out.end(row)
-
     begin, first = time.perf_counter(), None
-    for chunk in generation.stream():
+    for row, new, last in pieces:
         first = time.perf_counter() if first is None else first
-        for row in range(batch):
-            new = chunk[row][chunk[row] >= 0].tolist()
-            sequences[row] += new
-            if new:
-                give(row, streams[row].push(new))
-            elif not ended[row]:
-                end(row)
-    times = {"prompt": first - begin, "decode": time.perf_counter() - first}
-    for row in range(batch):
-        if not ended[row]:
-            end(row)
-    return sequences, texts, times
+        sequences[row] += new
+        if new:
+            give(row, streams[row].push(new))
+        if last:
+            give(row, streams[row].finish())
+            out.end(row)
+            ended()
+    return sequences, texts, {"prompt": first - begin, "decode": time.perf_counter() - first}
 
 
-def speeds(ids: list[list[int]], sequences: list[list[int]], times: dict[str, float]) -> dict[str, float | None]:
-    """Tokens per second of all sequences together; the first new token of each belongs to the prompt step."""
+def speeds(ids: list[list[int]], sequences: list[list[int]], times: dict) -> dict[str, float | None]:
+    """Tokens per second of all sequences together; the first new token of each belongs to the prompt step.
+
+    Where prompts and decoding took turns, "generation" counts all new tokens over all of the time.
+    """
+    if "generation" in times:
+        return {"prompt": None, "decode": None, "generation": sum(map(len, sequences)) / times["generation"]}
     decoded = sum(max(len(new) - 1, 0) for new in sequences)
     return {
         "prompt": sum(map(len, ids)) / times["prompt"],
@@ -286,12 +326,16 @@ def table(report: dict, size: CacheBytes) -> str:
     prompt_tokens, new_tokens = (sum(o[name] for o in outputs) for name in ("prompt_tokens", "new_tokens"))
     parts = f"payload {megabytes(size.payload)}, metadata {megabytes(size.metadata)}, buffers {megabytes(size.buffers)}"
     small = "" if size.ratio >= 1 else ": at so small a capacity the full-precision buffers outweigh what pages save"
+    names = {"prompt": "prompt step", "decode": "decoding", "generation": "generation"}
     rows = [
         ("prompt tokens", f"{prompt_tokens}", f"{len(outputs)} prompt{'s' if len(outputs) > 1 else ''}"),
         ("new tokens", f"{new_tokens}", ""),
         ("compilation", f"{seconds['compile']:.2f} s", ""),
-        ("prompt step", f"{seconds['prompt']:.2f} s", f"{speed['prompt']:.1f} tokens/s"),
-        ("decoding", f"{seconds['decode']:.2f} s", f"{speed['decode']:.1f} tokens/s" if speed["decode"] else ""),
+        *(
+            (title, f"{seconds[name]:.2f} s", f"{speed[name]:.1f} tokens/s" if speed[name] else "")
+            for name, title in names.items()
+            if seconds.get(name) is not None
+        ),
         (f"cache {report['cache']}", megabytes(size.total), f"{parts}; capacity {report['capacity']} tokens"),
         ("the same in bf16", megabytes(size.bf16), f"{size.ratio:.2f} times as large{small}"),
     ]

@@ -108,6 +108,64 @@ def test_several_prompts_come_below_their_titles(checkpoint, capsys, tmp_path) -
     assert out.startswith(f"[1] 12 {{cats}}\n{texts[0]}\n\n[2] the end\n{texts[1]}\n\nprompt tokens")
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+QUEUE = ["the cat", "12", "a {b} and more", "naïve", "end"]
+
+
+def queue_of(checkpoint, tmp_path, *flags: str) -> tuple[list[str], list[list[int]], list[str]]:
+    """Arguments for five prompts of which two run at a time, and the new ids and text that each gets alone."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(QUEUE))
+    arguments = ["--model", str(checkpoint), "--prompts-file", str(file), "--slots", "2", "--cache", "full", *flags]
+    tokenizer = load_tokenizer(checkpoint)
+    ids = [tokenizer(prompt)["input_ids"] for prompt in QUEUE]
+    options = {"cache": "full", "max_new_tokens": 20, "capacity": 70, "sampler": Sampling(1.5), "seed": 4}
+    sequences, texts = expected(checkpoint, ids, eos=tokenizer.eos_token_id, **options)
+    flags = ["--max-new-tokens", "20", "--capacity", "70", "--temperature", "1.5", "--seed", "4"]
+    return [*arguments, *flags], sequences, texts
+
+
+def test_more_prompts_than_slots_go_through_a_queue(checkpoint, capsys, tmp_path, monkeypatch) -> None:
+    arguments, sequences, texts = queue_of(checkpoint, tmp_path, "--json")
+    assert cli.main(arguments) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    assert [o["prompt"] for o in report["outputs"]] == QUEUE
+    assert [o["token_ids"] for o in report["outputs"]] == sequences
+    assert [o["text"] for o in report["outputs"]] == texts
+    assert report["slots"] == 2
+    assert report["cache_bytes"]["bf16"] == 2 * 70 * 2 * 2 * 16 * 2
+    assert report["seconds"]["generation"] > 0
+    assert report["seconds"]["decode"] is report["tokens_per_second"]["prompt"] is None
+    assert report["tokens_per_second"]["generation"] > 0
+    assert "prompt/s" not in err  # no bar where nobody sees it
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"] == report["outputs"]
+    assert "5/5" in terminal.getvalue()
+
+
+def test_a_queue_writes_its_texts_in_order_beside_the_bar(checkpoint, capsys, tmp_path, monkeypatch) -> None:
+    arguments, _, texts = queue_of(checkpoint, tmp_path)
+    whole = "\n\n".join(f"[{i}] {prompt}\n{text}" for i, (prompt, text) in enumerate(zip(QUEUE, texts, strict=True), 1))
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{whole}\n\nprompt tokens")
+    rows = {line[:20].strip(): line[20:].split() for line in out[len(whole) :].strip().splitlines()}
+    assert rows["generation"][-1] == "tokens/s"
+    assert not {"decoding", "prompt step"} & set(rows)
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.startswith(f"{whole}\n\nprompt tokens")
+    assert "5/5" in terminal.getvalue()
+
+
 def test_chat_uses_the_template_of_the_checkpoint(checkpoint, capsys) -> None:
     arguments = ["--model", str(checkpoint), "--prompt", "the cat", "--cache", "full", "--max-new-tokens", "4"]
     assert cli.main([*arguments, "--chat", "--json"]) == 0
@@ -136,10 +194,6 @@ def test_sampling_flags() -> None:
 
 
 def test_loading_on_a_terminal_rewrites_one_line(monkeypatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     show = cli.loading("m")
     show(1_000_000, 4_000_000, "model.norm.weight")
@@ -158,6 +212,7 @@ def test_loading_on_a_terminal_rewrites_one_line(monkeypatch) -> None:
         ("--prompt=", "empty prompt: prompt 1 of 1 holds no text"),
         ("--prompt x --prompts-file nowhere.txt", "nowhere.txt"),
         ("--prompt x --max-new-tokens 0", "--max-new-tokens must be a whole number, 1 or more, got 0"),
+        ("--prompt x --slots 0", "--slots must be a whole number, 1 or more, got 0"),
         ("--prompt x --top-p 2", "top_p must be above 0 and at most 1, or None, got 2.0"),
         ("--prompt x --temperature -1", "temperature must be above 0"),
         ("--prompt x --temperature 0 --top-k 5 --min-p 0.1", "leave out --top-k and --min-p"),
