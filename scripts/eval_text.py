@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME",
         help="a cache to evaluate, several times if wanted; NAME:FIELD=VALUE,... changes fields of CacheConfig, as in "
-        "kitty:boost=0.25,key_shrink=1/0.9/0.8. `full` is always evaluated",
+        "kitty:boost=0.25,key_shrink=1/0.9/0.8; @FILE is one that calibrate.py wrote. `full` is always evaluated",
     )
     parser.add_argument(
         "--json", type=Path, required=True, help="where the results go: an object with one entry per cache"
@@ -46,13 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.cache_spec import cache_from_spec
     from kitty_jax.metrics import evaluate_text
     from kitty_jax.models.checkpoint import load_model
 
-    caches = {
-        name: cache_from_spec(name) for name in arguments.cache
-    }  # a wrong name ends the run before the model loads
+    caches = {name: cache_named(name) for name in arguments.cache}  # a wrong name ends the run before the model loads
     tokens = read_tokens(arguments.model, arguments.file, arguments.tokens, arguments.start)
     model = load_model(arguments.model, dtype=arguments.dtype)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -66,6 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
     )
     print(table(results))
     return 0
+
+
+def cache_named(name: str):
+    """A config from its spec, or one per layer from the file after an @."""
+    from kitty_jax.cache_spec import cache_from_spec
+    from kitty_jax.calibration import load_caches
+
+    return load_caches(Path(name[1:])) if name.startswith("@") else cache_from_spec(name)
 
 
 def read_tokens(model: Path, file: Path, count: int, start: int = 0) -> list[int]:

@@ -1,8 +1,8 @@
 """Generation of many prompts in batches of one shape, with texts that end a sequence.
 
-All batches are padded to the widest prompt and share a capacity, so that everything compiles once. Sequences of a batch
-are decoded some tokens at a time; in between, those whose text holds a stop string are ended, and finished ones are
-handed out.
+All prompts are padded to the widest, run some at a time, and share a capacity, so that everything compiles once.
+Sequences of a batch are decoded some tokens at a time; in between, those whose text holds a stop string are ended, and
+finished ones are handed out.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 from kitty_jax.generate import Generation, prepare
 from kitty_jax.generate_loop import jit_progress
+from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice
 from kitty_jax.prompts import Prompts, bucket, check_prompts, check_whole
 from kitty_jax.steps import functional
 from kitty_jax.text import TextStream
@@ -122,15 +123,28 @@ def _complete(model, decode, prompts, batch, max_new_tokens, shape, stops, chunk
             seed=np.array([row.seed for row in rows], np.int64),
             **options,
         )
-        generation = dataclasses.replace(generation, prompts=_widen(generation.prompts, width))
+        if width <= PREFILL_TOKENS:  # else the prompts are cut into pieces of the budget, of one shape anyway
+            generation = dataclasses.replace(generation, slices=_prompt_steps(generation.prompts, width))
         for row, text, tokens, ended in _run(generation, decode, len(indices), stops, chunk):
             done += 1
             yield Completion(indices[row], text, tokens, ended)
             progress(done, len(prompts))
 
 
-def _widen(prompts: Prompts, width: int) -> Prompts:
-    return Prompts(np.pad(prompts.tokens, [(0, 0), (0, width - prompts.tokens.shape[1])]), prompts.lengths)
+def _prompt_steps(prompts: Prompts, width: int) -> list[PromptSlice]:
+    """Prompt steps of one shape whatever the prompts are: as many rows of ``width`` tokens as the budget takes."""
+    batch = prompts.batch
+    count = min(batch, PREFILL_TOKENS // width)
+    steps = []
+    for first in range(0, batch, count):
+        rows = np.arange(first, first + count, dtype=np.int32)
+        real = rows < batch
+        own = np.where(real, rows, 0)
+        tokens = np.zeros((count, width), np.int32)
+        tokens[:, : prompts.tokens.shape[1]] = prompts.tokens[own]
+        lengths = np.where(real, prompts.lengths[own], 0).astype(np.int32)
+        steps.append(PromptSlice(tokens, lengths, np.where(real, rows, batch).astype(np.int32), real, True))
+    return steps
 
 
 def _run(generation: Generation, decode, count: int, stops: tuple[str, ...], chunk: int):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kitty_jax.evaluation import batches
 from kitty_jax.evaluation.batches import Prompt, complete, shape_of
 from kitty_jax.evaluation.recall import Case, ask
 from kitty_jax.generate import generate
@@ -62,6 +63,11 @@ def test_seeds_go_with_prompts_and_not_with_places():
     part = run(prompts[3:], shape=shape_of(prompts, 24))
     assert [c.text for c in part] == [c.text for c in whole[3:]]
     assert whole[0].text != run([Prompt(ROWS[0], 99)], shape=shape_of(prompts, 24))[0].text
+
+
+def test_prompts_that_do_not_fit_one_step_give_the_same(free, monkeypatch):
+    monkeypatch.setattr(batches, "PREFILL_TOKENS", 192)  # three rows of 64 tokens, so a batch of five takes two steps
+    assert run(batch=5) == free
 
 
 def test_batches_of_unlike_prompts_compile_once():

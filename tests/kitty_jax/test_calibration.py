@@ -1,0 +1,116 @@
+"""Calibration: scores are the pages' own, lists and boosts go where they save most, and a list per layer simulates the
+same whichever way it is compiled."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kitty_jax.analysis import capture
+from kitty_jax.calibration import (
+    allocate,
+    key_scores,
+    layer_costs,
+    listed_attention,
+    load_caches,
+    save_caches,
+    with_boosts,
+    with_lists,
+)
+from kitty_jax.config import CacheConfig
+from kitty_jax.metrics import evaluate_text
+from kitty_jax.models.registry import config_from_name, random_model
+from kitty_jax.simulation import simulated_attention, simulated_caches
+
+CACHE = CacheConfig.kitty_plus(sink=4, page=16, window=16)
+TOKENS = np.random.default_rng(0).integers(0, 64, 90).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"embed_dim": 32, "mlp_dim": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    config = dataclasses.replace(config_from_name("qwen3-0.6b"), vocab_size=64, dtype=jnp.float32, **sizes)
+    return random_model(config, seed=1)
+
+
+def test_scores_are_the_mean_over_pages_of_range_times_query_size(model):
+    scores = key_scores(model, TOKENS, CACHE)
+    assert scores.shape == (2, 2, 16)
+    for layer, (q, k) in capture(model, TOKENS, [0, 1]).items():
+        wanted = np.zeros((2, 16))
+        pages = (len(TOKENS) - 4) // 16
+        for page in range(pages):
+            rows = slice(4 + 16 * page, 20 + 16 * page)
+            spread = np.ptp(np.asarray(k[rows]), axis=0)
+            size = np.square(np.asarray(q[rows], np.float64)).reshape(16, 2, 2, 16).sum(2).mean(0)
+            wanted += spread * np.sqrt(size) / pages
+        np.testing.assert_allclose(scores[layer], wanted, rtol=1e-3)  # the statistic squares 12 bits of a query
+
+
+def test_lists_are_the_channels_of_highest_score():
+    scores = np.zeros((2, 2, 16), np.float32)
+    scores[0, 0, [3, 9]], scores[0, 1, [15, 1]], scores[1, :, [7, 2]] = 1, 1, 1
+    got = with_lists(CACHE, scores)
+    assert [c.selection for c in got] == [((3, 9), (1, 15)), ((2, 7), (2, 7))]
+    assert {dataclasses.replace(c, selection="sensitivity") for c in got} == {CACHE}
+    assert with_lists(with_boosts(CACHE, [0, 0.125]), scores)[0].selection == "sensitivity"  # nothing to choose
+
+
+def test_an_allocation_is_the_best_there_is():
+    options = [0, 0.125, 0.25, 0.5]
+    costs = np.random.default_rng(1).random((4, 4)) * [8, 4, 2, 1]
+    for budget in (0.125, 0.2, 0.5):
+        got = allocate(costs, options, budget)
+        assert np.mean(got) <= budget + 1e-9
+        every = [c for c in itertools.product(range(4), repeat=4) if np.mean([options[i] for i in c]) <= budget + 1e-9]
+        best = min(sum(costs[layer, i] for layer, i in enumerate(choice)) for choice in every)
+        assert sum(costs[layer, options.index(b)] for layer, b in enumerate(got)) == pytest.approx(best)
+
+
+def test_a_budget_below_every_option_is_refused():
+    with pytest.raises(ValueError, match=r"mean boost of 0\.1 is less than the least option"):
+        allocate(np.ones((3, 2)), [0.25, 0.5], 0.1)
+    with pytest.raises(ValueError, match="whole multiples"):
+        allocate(np.ones((3, 3)), [0, 0.1, 0.25], 0.1)
+
+
+def test_the_layer_that_costs_most_gets_the_boost(model):
+    costs = layer_costs(model, TOKENS, CACHE, [0, 0.125, 0.25], start=40)
+    assert costs.shape == (2, 3)
+    assert (costs > 0).all()
+    assert (np.diff(costs, axis=1) < 0).all()  # more channels, less error
+    plain = layer_costs(model, TOKENS, CACHE, [0, 0.125, 0.25], start=40, by_kl=False)
+    errors = evaluate_text(model, TOKENS, {"x": CACHE}, start=40)["x"]["attn_rel_err"]
+    np.testing.assert_allclose(plain[:, 1], np.square(errors), rtol=1e-5)
+    weights = costs / plain
+    np.testing.assert_allclose(weights, np.broadcast_to(weights[:, :1], weights.shape))
+
+
+def test_lists_as_an_array_simulate_as_lists_in_the_config(model):
+    caches = with_lists(CACHE, key_scores(model, TOKENS, CACHE))
+    positions = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
+    tokens = jnp.asarray(TOKENS)[None]
+    got, _ = model(tokens, positions, caches, listed_attention)
+    wanted, _ = model(tokens, positions, simulated_caches(caches, 2), jax.jit(simulated_attention))
+    dynamic, _ = model(tokens, positions, (CACHE,) * 2, listed_attention)
+    np.testing.assert_allclose(got, wanted, atol=1e-5)
+    assert np.abs(np.asarray(dynamic - wanted)).max() > 1e-3
+
+
+def test_caches_come_back_from_a_file(tmp_path):
+    caches = with_lists(with_boosts(CACHE, [0.125, 0]), np.random.default_rng(0).random((2, 2, 16)))
+    save_caches(caches, tmp_path / "new" / "caches.json")
+    assert load_caches(tmp_path / "new" / "caches.json") == caches
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"as calibrate\.py writes"):
+        load_caches(tmp_path / "bad.json")
+
+
+def test_a_text_without_a_page_is_refused(model):
+    with pytest.raises(ValueError, match="20 tokens or more"):
+        key_scores(model, TOKENS[:19], CACHE)
+    with pytest.raises(ValueError, match="more than start"):
+        layer_costs(model, TOKENS, CACHE, [0, 0.125], start=89)

@@ -1,0 +1,193 @@
+"""`scripts/train_recall.py` and its task: sequences by hand, what counts as right, a micro training, the checkpoint."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kitty_jax.attention import causal_attention
+from kitty_jax.config import CacheConfig
+from kitty_jax.evaluation.lookup import Lookup, answers, evaluate, figures, in_pages
+from kitty_jax.models.checkpoint import load_model
+from kitty_jax.models.tokenizer import load_tokenizer
+from scripts import recall_model, train_recall
+
+TASK = Lookup(pairs=5, firsts=4, lasts=4, values=8)
+SMALL = ["--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--embed", "32", "--mlp", "32"]
+SMALL += ["--firsts", "4", "--lasts", "4", "--values", "8", "--tokens", "480", "--dtype", "float32"]
+CACHE = "kivi2:page=16,window=16"
+
+
+def test_sequences_are_pairs_and_then_their_keys_with_the_answers():
+    tokens = np.asarray(TASK.sample(jax.random.key(0), 50))
+    assert tokens.shape == (50, TASK.length + 1)
+    assert tokens.dtype == np.int32
+    assert (tokens[:, 0] == 0).all()
+    orders = set()
+    for row in tokens:
+        pairs = [tuple(p) for p in row[1:16].reshape(5, 3).tolist()]
+        asked = [tuple(p) for p in row[16:].reshape(5, 3).tolist()]
+        assert sorted(pairs) == sorted(asked)
+        assert len({pair[:2] for pair in pairs}) == 5
+        for first, last, value in pairs:
+            assert 1 <= first < 5 <= last < 9 <= value < TASK.vocab_size
+        orders.add(tuple(pairs.index(p) for p in asked))
+    assert len(orders) > 20
+    asked_at = np.arange(TASK.length)[TASK.asked]
+    np.testing.assert_array_equal(tokens[:, asked_at + 1], tokens[:, 16:].reshape(50, 5, 3)[:, :, 2])
+    assert len(TASK.words()) == TASK.vocab_size
+
+
+def test_a_task_that_its_alphabets_cannot_hold_is_refused():
+    with pytest.raises(ValueError, match="17 pairs need as many keys, and 4 x 4 tokens make only 16"):
+        Lookup(pairs=17, firsts=4, lasts=4)
+    with pytest.raises(ValueError, match="values must be a whole number"):
+        Lookup(pairs=1, values=0)
+
+
+def test_a_pair_counts_as_in_a_page_once_its_page_is_full():
+    cache = CacheConfig.kivi2(page=16, window=16)
+    task = dataclasses.replace(TASK, pairs=12, firsts=8, lasts=8)
+    tokens = np.asarray(task.sample(jax.random.key(1), 3))
+    got = in_pages(tokens, task, cache)
+    for row, inside in zip(tokens.tolist(), got, strict=True):
+        for j in range(12):
+            at = 37 + 3 * j  # the first token of a key that is asked for; its second is the query's
+            value = next(i for i in range(1, 37, 3) if row[i : i + 2] == row[at : at + 2]) + 2
+            assert inside[j] == (value // 16 < (at + 1) // 16)
+    assert 0 < got.mean() <= 1
+    assert not in_pages(tokens, task, CacheConfig.full()).any()
+
+
+def test_figures_by_hand():
+    right, full = np.array([[True, False], [True, True]]), np.ones((2, 2), bool)
+    tokens = np.asarray(dataclasses.replace(TASK, pairs=2).sample(jax.random.key(0), 2))
+    got = figures(right, full, tokens, dataclasses.replace(TASK, pairs=2), [CacheConfig.full()])
+    assert (got["answers"], got["correct"], got["accuracy"], got["same_as_full"]) == (4, 3, 0.75, 0.75)
+    assert got["interval"] == pytest.approx([0.26, 1.0], abs=0.01)  # two sequences with means of 0.5 and 1
+    assert got["pages_accuracy"] is None
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(model, task, history, directory) of a training of 120 steps."""
+    options = train_recall.parser().parse_args(
+        [
+            "--json",
+            "x",
+            *SMALL,
+            "--stages",
+            "2",
+            "5",
+            "--steps",
+            "50",
+            "--decay",
+            "50",
+            "--rate",
+            "1e-2",
+            "--warmup",
+            "5",
+        ]
+    )
+    config, recipe = train_recall.recipe_of(options)
+    lines = []
+    model, task, history = train_recall.train(config, recipe, say=lines.append)
+    directory = tmp_path_factory.mktemp("recall") / "model"
+    recall_model.save(model, task, directory, {"history": history})
+    return model, task, history, directory
+
+
+def test_the_loss_falls_and_the_stages_grow(trained):
+    _, task, history, _ = trained
+    assert [(row["pairs"], row["step"]) for row in history] == [(2, 50), (5, 100), (5, 150)]
+    assert task == TASK
+    assert history[2]["loss"] < history[1]["loss"] < np.log(TASK.vocab_size)
+    assert history[2]["loss"] < np.log(TASK.values)  # it knows which tokens are values, and some of their pairs
+
+
+def test_the_first_layer_looks_back_before_it_is_trained():
+    options = train_recall.parser().parse_args(["--json", "x", "--stages", "16", "--embed", "64", "--dtype", "float32"])
+    config, recipe = train_recall.recipe_of(options)
+    model = recall_model.initial_model(config, 0, key_spread=recipe.key_spread, common=recipe.common)
+    tokens = recipe.task.sample(jax.random.key(0), 1)[:, :-1]
+    seen = []
+
+    def attend(first, q, k, v):
+        if first:
+            logits = jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2)) * q.shape[-1] ** -0.5
+            causal = jnp.tri(tokens.shape[1], dtype=bool)
+            seen.append(jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1)[0])
+        return causal_attention(q, k, v), first
+
+    model(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], (True, False), attend)
+    for head, weights in enumerate(seen[0]):
+        back = [float(jnp.mean(jnp.diagonal(weights, -i))) for i in range(4)]
+        assert int(np.argmax(back)) == 1 + head % 2
+        assert max(back) > 0.4
+    spread = np.asarray(model.layers[1].attn.k_norm.weight[...])
+    assert spread.max() > 3 * np.median(spread)  # some key channels are much larger than most
+
+
+def test_the_checkpoint_reloads_with_equal_outputs(trained):
+    model, task, _, directory = trained
+    again = load_model(directory)
+    assert again.config == model.config
+    tokens = task.sample(jax.random.key(5), 2)[:, :-1]
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    wanted, got = (m.logits(m(tokens, positions, (None,) * 2, train_recall.attend)[0]) for m in (model, again))
+    np.testing.assert_array_equal(got, wanted)
+    assert recall_model.load_task(directory) == task
+
+
+def test_the_tokenizer_has_a_word_for_every_token(trained):
+    tokenizer = load_tokenizer(trained[3])
+    assert tokenizer("a0 b3 v7")["input_ids"] == [0, 1, 8, 16]
+    assert tokenizer.decode([1, 8, 16]) == "a0 b3 v7"
+
+
+def test_answers_are_the_argmax_of_a_plain_forward_pass(trained):
+    model, task, _, _ = trained
+    tokens = np.asarray(task.sample(jax.random.key(7), 5))
+    got = answers(model, tokens, task, "full", batch=2)  # the last batch is filled up
+    positions = jnp.broadcast_to(jnp.arange(task.length, dtype=jnp.int32), (5, task.length))
+    logits = model.logits(model(jnp.asarray(tokens[:, :-1]), positions, (None,) * 2, train_recall.attend)[0])
+    np.testing.assert_array_equal(got, (jnp.argmax(logits, -1) == tokens[:, 1:])[:, task.asked])
+    with pytest.raises(ValueError, match=r"are \[B, 31\], got \[5, 30\]"):
+        answers(model, tokens[:, 1:], task, "full")
+
+
+def test_packed_cache_and_simulation_give_the_same_answers(trained):
+    model, task, _, _ = trained
+    caches = {"kivi2": CacheConfig.kivi2(page=16, window=16)}
+    by = {s: evaluate(model, task, caches, sequences=4, seed=3, scoring=s, workers=2) for s in ("simulation", "packed")}
+    assert by["simulation"] == by["packed"]
+
+
+def test_the_command_evaluates_a_directory(trained, tmp_path, capsys):
+    command = ["--evaluate", str(trained[3]), "--json", str(tmp_path / "new" / "out.json"), "--cache", CACHE]
+    assert train_recall.main([*command, "--sequences", "3"]) == 0
+    report = json.loads((tmp_path / "new" / "out.json").read_text())
+    assert list(report["caches"]) == ["full", CACHE]
+    assert report["caches"]["full"]["answers"] == 15
+    assert report["tokens"] == 30
+    out = capsys.readouterr().out
+    assert f"| {CACHE} | {100 * report['caches'][CACHE]['accuracy']:.2f} (" in out
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ([], "give either --out DIR, to train, or --evaluate DIR"),
+        (["--evaluate", "nowhere"], "nowhere has no recall_task.json"),
+        (["--out", "x", "--stages", "8", "4"], "--stages must grow"),
+        (["--out", "x", "--cache", "kitten"], "unknown cache 'kitten'"),
+    ],
+)
+def test_errors(tmp_path, monkeypatch, capsys, change, message):
+    monkeypatch.chdir(tmp_path)
+    assert train_recall.main(["--json", "out.json", *change]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
