@@ -17,8 +17,8 @@ import numpy as np
 
 from kitty_jax.attention import Step, attend_token
 from kitty_jax.config import CACHE_NAMES, cache_from_name
-from kitty_jax.state import KVShape, init_state
 from kitty_jax.pool import reserve
+from kitty_jax.state import KVShape, init_state
 from kitty_jax.update import append_chunk, flush
 
 

@@ -38,7 +38,8 @@ def test_sharded_generation_equals_one_device(name, data, model):
     if name in ("random", "lists") and data > 1:
         pytest.skip("splitting sequences over devices does not touch the choice of channels")
     mesh = make_mesh(data, model, jax.devices()[: data * model])
-    options = {"cache": CACHES[name], "max_new_tokens": 40, "capacity": 128, "sampler": Sampling(temperature=1.2), "seed": 3}
+    options = {"cache": CACHES[name], "max_new_tokens": 40, "capacity": 128, "seed": 3}
+    options |= {"sampler": Sampling(temperature=1.2)}
     wanted = generate(random_model(CONFIG), PROMPTS, **options)
     got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, keep_state=True, **options)
     assert got.sequences() == wanted.sequences()
