@@ -4,6 +4,8 @@ from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
 from kitty_jax.engine import Engine, EngineResult, Piece, Request
 from kitty_jax.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
 from kitty_jax.memory import CacheBytes, cache_bytes
+from kitty_jax.plan import KVPlan
+from kitty_jax.pool import fork, release
 from kitty_jax.sampling import Greedy, Sampler, Sampling
 from kitty_jax.state import KVShape, KVState, init_state, nbytes
 from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
@@ -18,6 +20,7 @@ __all__ = [
     "GenerateResult",
     "Generation",
     "Greedy",
+    "KVPlan",
     "KVShape",
     "KVState",
     "Piece",
@@ -28,12 +31,14 @@ __all__ = [
     "cache_bytes",
     "cache_from_name",
     "decode_step",
+    "fork",
     "functional",
     "generate",
     "init_state",
     "nbytes",
     "prefill",
     "prepare",
+    "release",
     "stream",
 ]
 

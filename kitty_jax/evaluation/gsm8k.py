@@ -154,5 +154,6 @@ def extract_answer(text: str) -> Answer:
 
 
 def _plain_number(text: str) -> str:
-    value = Decimal(re.sub(r"[$,\s]", "", text))
-    return format(value.quantize(Decimal(1)) if value == value.to_integral_value() else value.normalize(), "f")
+    # A model may write hundreds of digits, more than Decimal's operations keep: only its reading and writing are used.
+    plain = format(Decimal(re.sub(r"[$,\s]", "", text)), "f")
+    return plain.rstrip("0").rstrip(".") if "." in plain else plain

@@ -19,6 +19,7 @@ from kitty_jax.sampling import Greedy, Sampling
     [
         ("2 + 3 = 5\n#### 5", "5", "mark"),
         ("#### 1\nno, wait\n#### $1,250.00", "1250", "mark"),
+        ("so " + "9" * 300 + ".50 in all", "9" * 300 + ".5", "last number"),
         ("#### 18 eggs for 3 people", "18", "mark"),
         ("It is 12, so 7.50 dollars.", "7.5", "last number"),
         ("minus: -3", "-3", "last number"),
