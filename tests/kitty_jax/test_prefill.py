@@ -111,6 +111,24 @@ def test_history_equals_attention_over_the_packed_pages(dtype, chunk):
     assert got.dtype == dtype
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_history_by_cudnn_and_kernels_equals_the_reference(head_dim):
+    """Real page size, several blocks of pages, an empty history, one inside the sink, and pages whose values are not yet
+    packed."""
+    lengths = jnp.array([0, 7, 32, 170, 300, 5000], jnp.int32)
+    b = lengths.shape[0]
+    keys, values = random_kv(3, b, 5000, 2, head_dim, dtype=jnp.bfloat16)
+    state = init_state("kitty_pro", KVShape(1, 2, head_dim), batch=b, capacity=6000)
+    state = append_jit(state, keys, values, lengths)
+    q = random_q(4, b, 200, 8, head_dim, dtype=jnp.bfloat16)
+    new_keys, new_values = random_kv(5, b, 200, 2, head_dim, dtype=jnp.bfloat16)
+    facts = (state.layers[0].kv, state.page_table, lengths, jnp.full(b, 200, jnp.int32))
+    wanted = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, new_keys, new_values, *facts)
+    got = jax.jit(attend_history)(q, new_keys, new_values, *facts)
+    np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=3e-2, rtol=3e-2)
+
+
 def test_partial_flash_merges_to_full_attention():
     q, (k, v) = random_q(1, 2, 24, 4, 16), random_kv(2, 2, 24, 2, 16)
     old_k, old_v = random_kv(3, 2, 40, 2, 16)
