@@ -31,8 +31,17 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", CACHES)
-@pytest.mark.parametrize("data, model", [(1, 2), (2, 2)])
+QUICK = {("full", 2), ("kitty_pro", 2), ("lists", 1)}  # compilations take most of the time
+
+
+@pytest.mark.parametrize(
+    "name, data, model",
+    [
+        pytest.param(name, data, 2, marks=[] if (name, data) in QUICK else pytest.mark.slow)
+        for name in CACHES
+        for data in (1, 2)
+    ],
+)
 def test_sharded_generation_equals_one_device(name, data, model):
     """Three prompts on two places of "data": a padding sequence is added, and nothing of it is seen."""
     if name in ("random", "lists") and data > 1:
