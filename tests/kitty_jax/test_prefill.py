@@ -114,7 +114,7 @@ def test_history_equals_attention_over_the_packed_pages(dtype, chunk):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_history_by_cudnn_and_kernels_equals_the_reference(head_dim):
-    """Real page size, several blocks of pages, an empty history, one inside the sink, values that are not yet packed."""
+    """Real page size, several blocks of pages, no history, one inside the sink, values that are not yet packed."""
     lengths = jnp.array([0, 7, 32, 170, 300, 5000], jnp.int32)
     b = lengths.shape[0]
     keys, values = random_kv(3, b, 5000, 2, head_dim, dtype=jnp.bfloat16)
