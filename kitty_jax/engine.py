@@ -25,7 +25,7 @@ from kitty_jax.config import CacheConfig
 from kitty_jax.generate import prepare
 from kitty_jax.generate_loop import SamplingState, jit_advance, jit_init, jit_progress, jit_start, jit_vacate
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice, plan_prefill, power_of_two
+from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice, plan_prefill
 from kitty_jax.prompts import BUCKET, check_prompts, check_seeds, check_whole
 from kitty_jax.sampling import Sampler
 from kitty_jax.schedule import Piece, Request, Schedule
@@ -61,8 +61,7 @@ class Engine:
         overcommit: promise a request the pages of its prompt and one more instead. More requests run together; where
             the pool runs out, the youngest goes back to the front of the queue and is run anew. It draws the same
             tokens again, and those that were handed out are not handed out twice.
-        prefill_tokens: most prompt tokens in a step, padding included; a power of two, so that prompts are cut into the
-            same pieces as alone.
+        prefill_tokens: most prompt tokens in a step, padding included; see :func:`kitty_jax.generate`.
         chunk: steps between two looks at the sequences. While requests wait, the loop also returns when one ends.
 
     Raises:
@@ -89,8 +88,6 @@ class Engine:
         check_whole("capacity", capacity, 2)
         check_whole("chunk", chunk, 1)
         check_whole("prefill_tokens", prefill_tokens, BUCKET)
-        if power_of_two(prefill_tokens) != prefill_tokens:
-            raise ValueError(f"prefill_tokens must be a power of two, got {prefill_tokens}")
         if overcommit and pool_pages is None:
             raise ValueError("overcommit is about a page pool: give pool_pages, or leave it out")
         # Everything else is checked as for a batch of `slots` prompts.

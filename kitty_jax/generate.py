@@ -105,8 +105,7 @@ class Generation:
     @property
     def batch(self) -> int:
         """B, sequences of the state: those asked for, rounded up to a multiple of the mesh's "data" axis."""
-        ways = self.mesh.shape["data"] if self.mesh else 1
-        return -(-self.sequences // ways) * ways
+        return _padded(self.sequences, _data_ways(self.mesh))
 
     @property
     def shape(self) -> KVShape:
@@ -230,7 +229,7 @@ def prepare(
     quantized = next((c for c in caches if c.quantized), None)
     if samples > 1 and pool_pages is None and quantized and pages_per_sequence(capacity, quantized):
         pool_pages = _shared_pool(prompts.lengths, samples, capacity, quantized)
-    batch = -(-prompts.batch * samples // ways) * ways
+    batch = _padded(prompts.batch * samples, ways)
     rows = [b * samples for b in range(prompts.batch)]
     ids = [row[:n] for row, n in zip(prompts.tokens, prompts.lengths, strict=True)]
     slices = plan_prefill(ids, rows, batch=batch, groups=ways, budget=prefill_tokens)
@@ -269,6 +268,10 @@ def _data_ways(mesh: Mesh | None) -> int:
     return mesh.shape["data"]
 
 
+def _padded(sequences: int, ways: int) -> int:
+    return -(-sequences // ways) * ways
+
+
 def _shared_pool(lengths: np.ndarray, samples: int, capacity: int, config: CacheConfig) -> int:
     """Pages for all samples up to the capacity, those of the prompts once; rounded up so that the number recurs."""
     whole = pages_per_sequence(capacity, config)
@@ -297,8 +300,8 @@ def generate(model: Any, token_ids: Any, lengths: Any = None, *, keep_state: boo
         pool_pages: pages for all sequences together; by default each has its own for the whole capacity.
         samples: continuations of each prompt, 1 by default. They share the pages of the prompt, which is run once;
             sample i of prompt b is sequence ``b * samples + i`` of the result, and draws as one alone with its seed.
-        prefill_tokens: most prompt tokens, padding included, that run at a time; longer prompts are cut into pieces of
-            so many, which attend to the packed pages of those before. 8,192 by default.
+        prefill_tokens: most prompt tokens, padding included, that run at a time, 8,192 by default. Prompts longer than
+            that, rounded down to a power of two, are cut into pieces, which attend to the packed pages of those before.
         mesh: devices to use, from :func:`kitty_jax.models.sharding.make_mesh`; load the model with the same mesh.
         implementation: ``"auto"``, ``"mosaic"`` or ``"xla"``, for the operations on pages.
 

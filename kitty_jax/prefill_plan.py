@@ -55,12 +55,14 @@ def plan_prefill(
         rows: the sequence of each prompt, 0 to ``batch`` - 1.
         batch: sequences of the state, a multiple of ``groups``.
         groups: places of the mesh's "data" axis.
-        budget: most tokens of a step on one device, padding included, BUCKET or more.
+        budget: most tokens of a step on one device, padding included, BUCKET or more. A prompt longer than the power of
+            two below it is cut into pieces of that, so that the cuts do not depend on the prompts beside it.
     """
     if budget < BUCKET:
         raise ValueError(f"the budget of a prompt step must be {BUCKET} tokens or more, got {budget}")
+    most = 1 << (budget.bit_length() - 1)
     longest = max(map(len, prompts))
-    if groups == 1 and list(rows) == list(range(batch)) and batch * bucket(longest) <= budget:
+    if longest <= most and groups == 1 and list(rows) == list(range(batch)) and batch * bucket(longest) <= budget:
         tokens = np.zeros((batch, bucket(longest)), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = prompt
@@ -74,8 +76,8 @@ def plan_prefill(
     slices: list[PromptSlice] = []
     while any(queues):
         longest = max(len(prompts[q[0]]) for q in queues if q)
-        piece = min(power_of_two(max(longest, BUCKET)), 1 << (budget.bit_length() - 1))
-        count = 1 if longest > piece else 1 << (max(budget // piece, 1).bit_length() - 1)
+        piece = min(power_of_two(max(longest, BUCKET)), most)
+        count = 1 if longest > piece else most // piece
         count = min(count, power_of_two(max(map(len, queues))))
         taken = [[q.pop(0) for _ in range(min(count, len(q)))] for q in queues]
         for begin in range(0, longest, piece):

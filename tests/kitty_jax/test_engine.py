@@ -240,7 +240,6 @@ def test_requests_are_refused_before_anything_runs(requests, message) -> None:
         ({"slots": 0}, "slots must be a whole number, 1 or more, got 0"),
         ({"capacity": 1}, "capacity must be a whole number, 2 or more, got 1"),
         ({"chunk": 0}, "chunk must be"),
-        ({"prefill_tokens": 100}, "prefill_tokens must be a power of two, got 100"),
         ({"overcommit": True, "pool_pages": None}, "overcommit is about a page pool: give pool_pages"),
         ({"cache": "full", "pool_pages": 4}, "pool_pages is for quantized caches"),
         ({"eos": VOCAB}, "outside the vocabulary"),

@@ -157,6 +157,16 @@ def test_short_prompts_do_not_depend_on_the_budget():
     assert generate(tiny_model(), short, **options, prefill_tokens=128).sequences() == whole.sequences()
 
 
+def test_what_is_cut_does_not_depend_on_the_batch():
+    """With a budget of 192 a prompt of 180 tokens is cut at 128, alone and beside others."""
+    options = {"cache": small_cache("kitty_pro"), "max_new_tokens": 30, "capacity": 256, "prefill_tokens": 192}
+    long = RAGGED[2][:180]
+    alone, beside = (prepare(tiny_model(), p, **options) for p in ([long], [long, RAGGED[0]]))
+    assert [x.lengths.tolist() for x in alone.slices] == [[128], [52]]
+    assert [x.lengths.tolist() for x in beside.slices[:2]] == [[128], [52]]
+    assert beside.run().sequences()[0] == alone.run().sequences()[0]
+
+
 def test_other_prompts_compile_no_new_steps():
     options = {"cache": "full", "max_new_tokens": 4, "capacity": 256, "prefill_tokens": 256}
     rng = np.random.default_rng(0)
