@@ -20,12 +20,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from kitty_jax.flash import causal_attention, cudnn_takes, masked_attention
 from kitty_jax.history import attend_history, wants_history
-from kitty_jax.pallas_kernels.decode_attention import decode_attention
+from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
 from kitty_jax.pallas_kernels.implementation import Implementation
+from kitty_jax.pallas_kernels.insert import ordered
 from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.rotation import rotate
 from kitty_jax.state import FullLayer, Layer, QuantizedLayer
-from kitty_jax.update import append_chunk, insert_token, ordered, take_rows
+from kitty_jax.update import append_chunk, count_queries, insert_token, take_rows
 
 
 @jax.tree_util.register_dataclass
@@ -96,12 +97,10 @@ def _attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tup
     if isinstance(layer, FullLayer):
         layer = insert_token(layer, k[:, 0], v[:, 0], step.lengths, active)
         return _decode_full(q, layer, step.lengths), layer
-    v = _turn(layer, v)
-    out = decode_attention(
-        q, k, v, layer.kv, step.page_table, step.lengths, step.num_new, implementation=step.implementation
-    )
-    k, v = ordered(k, out), ordered(v, out)
-    return _turn(layer, out), insert_token(layer, k[:, 0], v[:, 0], step.lengths, active, q[:, 0])
+    facts = (step.page_table, step.lengths, step.num_new)
+    out, kv = decode_attention_insert(q, k, _turn(layer, v), layer.kv, *facts, implementation=step.implementation)
+    layer = dataclasses.replace(layer, kv=kv)
+    return _turn(layer, out), count_queries(layer, step.lengths, active, q[:, 0])
 
 
 def _turn(layer: Layer, x: Array) -> Array:

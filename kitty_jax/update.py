@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.pallas_kernels.implementation import Implementation, device_unsupported
+from kitty_jax.pallas_kernels import insert
+from kitty_jax.pallas_kernels.implementation import Implementation, choose
 from kitty_jax.pallas_kernels.pages import LayerKV
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.pallas_kernels.quantize import quantize_keys
+from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages, value_records, write_records
 from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.query_statistic import add_chunk, add_token, squared_queries
 from kitty_jax.selection import key_quantization
@@ -40,25 +43,17 @@ def insert_token(
     if isinstance(layer, FullLayer):
         slot = jnp.where(active, lengths, layer.keys.shape[1])
         return FullLayer(_set(layer.keys, (b, slot), keys), _set(layer.values, (b, slot), values))
-    kv = layer.kv
-    s, g, ring = kv.sink, kv.fmt.page, kv.ring_values.shape[2]
-    in_sink, past = active & (lengths < s), active & (lengths >= s)
-    i = jnp.maximum(lengths - s, 0)
-    sink_slot = jnp.where(in_sink, lengths, s)
-    tail_slot = jnp.where(past, i % g, g)
-    ring_slot = jnp.where(past, i % ring, ring)
-    every = slice(None)
-    kv = dataclasses.replace(
-        kv,
-        sink_keys=_set(kv.sink_keys, (b, every, sink_slot), keys),
-        sink_values=_set(kv.sink_values, (b, every, sink_slot), values),
-        tail_keys=_set(kv.tail_keys, (b, every, tail_slot), keys),
-        ring_values=_set(kv.ring_values, (b, every, ring_slot), values),
-    )
+    layer = dataclasses.replace(layer, kv=insert.insert_token(layer.kv, keys, values, lengths, active))
+    return count_queries(layer, lengths, active, queries)
+
+
+def count_queries(layer: QuantizedLayer, lengths: Array, active: Array, queries: Array | None) -> QuantizedLayer:
+    """Adds one token's ``queries`` [B, N, D] to the statistic of a layer that carries one; see :func:`insert_token`."""
     if layer.query_squares is None:
-        return dataclasses.replace(layer, kv=kv)
-    squares = _squared(layer, queries)
-    return dataclasses.replace(layer, kv=kv, query_squares=add_token(layer.query_squares, squares, i, past, g))
+        return layer
+    s, squares = layer.kv.sink, _squared(layer, queries)
+    i, past = jnp.maximum(lengths - s, 0), active & (lengths >= s)
+    return dataclasses.replace(layer, query_squares=add_token(layer.query_squares, squares, i, past, layer.kv.fmt.page))
 
 
 def _squared(layer: QuantizedLayer, queries: Array | None) -> Array:
@@ -77,7 +72,7 @@ def flush(
     """Quantizes the pages that the step from lengths ``before`` int32 [B] to ``state.lengths`` has filled.
 
     That is at most one a sequence. ``after`` [B, ...]: what the step made of the attention's output, so that pages are
-    written after they were read (see :func:`ordered`).
+    written after they were read (see :func:`.insert.ordered`).
     """
     quantized = tuple(x for x in state.layers if isinstance(x, QuantizedLayer))
     if not quantized or not state.page_table.shape[1]:
@@ -105,20 +100,25 @@ def _flush(
         (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(lengths)
         due = due | (k1 > k0) | (v1 > v0)
     # The kernels pass over sequences that have no page to write. The reference takes a few that have one at a time.
-    batch = before.shape[0]
-    size = batch if implementation != "xla" and device_unsupported() is None else min(batch, FLUSH_ROWS)
-    turns = (jnp.sum(due, dtype=jnp.int32) + size - 1) // size + _zero(after[0])
+    batch, kernels = before.shape[0], choose(implementation, None) == "mosaic"
+    size = batch if kernels else min(batch, FLUSH_ROWS)
+    turns = (jnp.sum(due, dtype=jnp.int32) + size - 1) // size + insert.zero(after[0])
     order = jnp.argsort(~due, stable=True).astype(jnp.int32)
     order = jnp.pad(order, (0, -batch % size), constant_values=batch)
 
     # A loop of no turn or some, not `lax.cond`: XLA updates what a loop carries in place, but copies pools that go
     # through a cond.
     def store(turn: Array, pools: list) -> list:
+        now = [_with_pools(x, *pool) for x, pool in zip(layers, pools, strict=True)]
+        if kernels:
+            return [_flush_layer(x, before, lengths, table, implementation) for x in now]
+        # XLA would compute what does not depend on the turn before the loop: in steps that fill no page too.
+        turn, now = jax.lax.optimization_barrier((turn, now))
         rows = None if size == batch else jax.lax.dynamic_slice_in_dim(order, turn * size, size)
-        return [
-            _flush_layer(_with_pools(x, *pool), rows, before, lengths, table, implementation)
-            for x, pool in zip(layers, pools, strict=True)
-        ]
+        for alike in _alike(layers):
+            for i, pool in zip(alike, _flush_alike([now[i] for i in alike], rows, before, lengths, table), strict=True):
+                pools[i] = pool
+        return pools
 
     pools = [(x.kv.key_pages, x.kv.value_pages) for x in layers]
     return jax.lax.fori_loop(0, turns, store, pools)
@@ -128,48 +128,70 @@ def _with_pools(layer: QuantizedLayer, key_pages: Array, value_pages: Array) -> 
     return dataclasses.replace(layer, kv=dataclasses.replace(layer.kv, key_pages=key_pages, value_pages=value_pages))
 
 
-def ordered(x: Array, after: Array) -> Array:
-    """``x`` [B, T, K, D], unchanged, but not computable before ``after`` [B, T, N, D].
-
-    A reader and a writer of the same buffer with no data between them make XLA copy the buffer. So what is to be
-    written passes through here together with what the reader produced, each KV head with its own (heads may be on
-    different devices). An ``optimization_barrier`` would not do: it is gone when XLA decides on copies.
-    """
-    own = after.reshape(*x.shape[:3], -1)[..., :1]
-    return jnp.where(_zero(own) == 0, x, jnp.zeros_like(x))
-
-
-def _zero(x: Array) -> Array:
-    """int32 zeros that XLA does not know to be zeros."""
-    return jnp.minimum((x > 0).astype(jnp.int32), 0)
-
-
 # A jit of its own, so that a model of many layers traces and lowers the stores once.
 @functools.partial(jax.jit, static_argnames="implementation")
 def _flush_layer(
-    layer: QuantizedLayer,
-    rows: Array | None,
-    before: Array,
-    lengths: Array,
-    table: Array,
-    implementation: Implementation,
+    layer: QuantizedLayer, before: Array, lengths: Array, table: Array, implementation: Implementation
 ) -> tuple[Array, Array]:
-    kv, squares = layer.kv, layer.query_squares
-    tails, rings = kv.tail_keys, kv.ring_values
-    if rows is not None:
-        # A row past the batch reads the last sequence, whose page is then written twice with the same contents.
-        before, lengths, table, tails, rings = (
-            x.at[rows].get(mode="clip") for x in (before, lengths, table, tails, rings)
-        )
-        squares = None if squares is None else squares.at[rows].get(mode="clip")
-    (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(lengths)
-    ids = _page_ids(kv, table, k0[:, None], k1)[:, 0]
-    keys = _store_keys(layer, tails, ids, k0, squares, implementation)
-    ids = _page_ids(kv, table, v0[:, None], v1)[:, 0]
-    starts = v0 * kv.fmt.page % kv.ring_values.shape[2]
+    kv = layer.kv
+    page, key_ids, starts, value_ids = _filled(kv, before, lengths, table)
+    keys = _store_keys(layer, kv.tail_keys, key_ids, page, layer.query_squares, implementation)
     shrink = layer.config.value_shrink
-    values = store_value_pages(kv.value_pages, rings, starts, ids, kv.fmt, shrink=shrink, implementation=implementation)
+    values = store_value_pages(
+        kv.value_pages, kv.ring_values, starts, value_ids, kv.fmt, shrink=shrink, implementation=implementation
+    )
     return keys, values
+
+
+def _alike(layers: tuple[QuantizedLayer, ...]) -> list[list[int]]:
+    """Places of the layers, those together that differ in nothing but contents and index."""
+    groups = {}
+    for i, layer in enumerate(layers):
+        leaves, structure = jax.tree.flatten(dataclasses.replace(layer, index=0))
+        groups.setdefault((structure, *((x.shape, x.dtype) for x in leaves)), []).append(i)
+    return list(groups.values())
+
+
+def _flush_alike(
+    layers: list[QuantizedLayer], rows: Array | None, before: Array, lengths: Array, table: Array
+) -> list[tuple[Array, Array]]:
+    """Pools of layers that are :func:`_alike`, by the reference.
+
+    A loop over the layers quantizes the pages: compiled once, where a program for each layer would be most of what a
+    decode step compiles. The loop sees buffers of ``rows`` alone; each layer's records then go to its own pools.
+    """
+
+    def of(x: Array) -> Array:
+        # A row past the batch reads the last sequence, whose page is then written twice with the same contents.
+        return x if rows is None else x.at[rows].get(mode="clip")
+
+    first, fmt = layers[0], layers[0].kv.fmt
+    page, key_ids, starts, value_ids = _filled(first.kv, *(of(x) for x in (before, lengths, table)))
+
+    def records(buffers: tuple) -> tuple[Array, Array]:
+        index, tails, rings, squares = buffers
+        keys = quantize_keys(tails, fmt, **_key_options(first, index, page, tails, squares))
+        return keys, value_records(rings, starts, fmt, shrink=first.config.value_shrink)
+
+    buffers = [
+        (jnp.int32(x.index), *jax.tree.map(of, (x.kv.tail_keys, x.kv.ring_values, x.query_squares))) for x in layers
+    ]
+    keys, values = jax.lax.map(records, jax.tree.map(lambda *x: jnp.stack(x), *buffers))
+    return [
+        (write_records(x.kv.key_pages, keys[i], key_ids), write_records(x.kv.value_pages, values[i], value_ids))
+        for i, x in enumerate(layers)
+    ]
+
+
+def _filled(kv: LayerKV, before: Array, lengths: Array, table: Array) -> tuple[Array, Array, Array, Array]:
+    """The pages that a step from lengths ``before`` to ``lengths`` has filled, int32 [B] each.
+
+    The key page's number in its sequence and its record, the value page's first ring slot and its record; a record of
+    M where none was filled.
+    """
+    (_, k0, v0), (_, k1, v1) = kv.counts(before), kv.counts(lengths)
+    key_ids, value_ids = (_page_ids(kv, table, page[:, None], end)[:, 0] for page, end in ((k0, k1), (v0, v1)))
+    return k0, key_ids, v0 * kv.fmt.page % kv.ring_values.shape[2], value_ids
 
 
 def _page_ids(kv: LayerKV, table: Array, page: Array, end: Array) -> Array:
@@ -182,10 +204,17 @@ def _store_keys(
     layer: QuantizedLayer, keys: Array, ids: Array, page: Array, squares: Array | None, implementation: Implementation
 ) -> Array:
     """Stores key pages [X, K, G, D]; ``page`` int32 [X] is each one's number in its sequence, ``squares`` [X, K, D]."""
+    how = _key_options(layer, layer.index, page, keys, squares)
+    return store_key_pages(layer.kv.key_pages, keys, ids, layer.kv.fmt, implementation=implementation, **how)
+
+
+def _key_options(
+    layer: QuantizedLayer, index: Array | int, page: Array, keys: Array, squares: Array | None
+) -> dict[str, Any]:
+    """How to quantize key pages, as for :func:`_store_keys`; ``index`` stands for the layer's."""
     heads = layer.kv.key_pages.shape[1]
     first = 0 if layer.shards == 1 else jax.lax.axis_index("model") * heads
-    how = key_quantization(layer.config, layer.index, page, keys, squares, (first, heads * layer.shards))
-    return store_key_pages(layer.kv.key_pages, keys, ids, layer.kv.fmt, implementation=implementation, **how)
+    return key_quantization(layer.config, index, page, keys, squares, (first, heads * layer.shards))
 
 
 def append_chunk(

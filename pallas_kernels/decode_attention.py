@@ -14,6 +14,7 @@ from jax import Array
 from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic
 from kitty_jax.pallas_kernels.decode_attention_mgpu import unsupported as mosaic_unsupported
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
+from kitty_jax.pallas_kernels.insert import insert_token, ordered
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.pallas_kernels.partials import Partial, empty_partial, finish, merge, partial_attention
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values
@@ -58,6 +59,39 @@ def decode_attention(
     if choose(implementation, mosaic_unsupported(q, kv, scale)) == "mosaic":
         return decode_attention_mosaic(q, new_keys, new_values, kv, page_table, lengths, num_new, scale)
     return _reference(q, new_keys, new_values, kv, page_table, lengths, num_new, scale)
+
+
+def decode_attention_insert(
+    q: Array,
+    new_keys: Array,
+    new_values: Array,
+    kv: LayerKV,
+    page_table: Array,
+    lengths: Array,
+    num_new: Array,
+    *,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Array, LayerKV]:
+    """:func:`decode_attention` of one new token a sequence, T = 1, which then goes into the buffers.
+
+    The kernel does both in one launch. Donate ``kv`` (or use it in a loop), and its buffers are written in place.
+
+    Returns:
+        (attention [B, 1, N, D], the layer with the token of every sequence where ``num_new`` is above 0).
+
+    Raises:
+        ValueError: T is not 1, and as :func:`decode_attention`.
+    """
+    _check(q, new_keys, new_values, kv, page_table, lengths, num_new)
+    if q.shape[1] != 1:
+        raise ValueError(f"decode_attention_insert takes one new token a sequence, got q of shape {q.shape}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if choose(implementation, mosaic_unsupported(q, kv, scale)) == "mosaic":
+        return decode_attention_mosaic(q, new_keys, new_values, kv, page_table, lengths, num_new, scale, insert=True)
+    out = _reference(q, new_keys, new_values, kv, page_table, lengths, num_new, scale)
+    new = [ordered(x, out)[:, 0] for x in (new_keys, new_values)]
+    return out, insert_token(kv, *new, lengths, num_new > 0)
 
 
 def _check(q, new_keys, new_values, kv: LayerKV, page_table, lengths, num_new):

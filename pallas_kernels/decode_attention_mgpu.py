@@ -1,6 +1,7 @@
 """Decode attention as Mosaic GPU kernels: pages, full-precision tokens and the merge.
 
 The kernel is a sequence of stages (see the modules): start_block and stage_queries (:mod:`.decode_block_mgpu`),
+load_token and store_token (:mod:`.decode_insert_mgpu`, where the new token goes into the buffers),
 attend_pages (:mod:`.decode_pages_mgpu`), attend_regions and attend_edge_pages (:mod:`.decode_dense_mgpu`), merge_warps
 and the merge kernel (:mod:`.decode_merge_mgpu`). The reference is :func:`.decode_attention.decode_attention` with
 ``implementation="xla"``.
@@ -17,10 +18,19 @@ from jax import Array
 
 from kitty_jax.pallas_kernels import decode_merge_mgpu as merging
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
-from kitty_jax.pallas_kernels.decode_block_mgpu import Block, Operands, Running, stage_queries, start_block
+from kitty_jax.pallas_kernels.decode_block_mgpu import (
+    Block,
+    Operands,
+    Running,
+    load_queries,
+    stage_queries,
+    start_block,
+)
 from kitty_jax.pallas_kernels.decode_dense_mgpu import DenseStage, attend_edge_pages, attend_regions
+from kitty_jax.pallas_kernels.decode_insert_mgpu import load_token, store_token
 from kitty_jax.pallas_kernels.decode_pages_mgpu import PageWalk, attend_pages
 from kitty_jax.pallas_kernels.decode_plan import WARPS, DecodePlan
+from kitty_jax.pallas_kernels.insert import insert_token, ordered
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits, decode_tuning
 
@@ -28,6 +38,7 @@ HEAD_DIMS = (64, 128)
 PAGE = 128
 MAX_COLUMNS = 128  # T * Q; a group of 8 columns reads all pages, so beyond some tens dequantizing once is cheaper
 MAX_BUFFER_BYTES = 1 << 32  # offsets into buffers are 32 bits
+BUFFER_NAMES = ("sink_keys", "sink_values", "tail_keys", "ring_values")
 KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -87,7 +98,7 @@ def make_plan(q: Array, kv: LayerKV, page_table: Array, scale: float, tuning: De
 
 
 # A jit of its own, so that a model of many layers traces and lowers the kernel once.
-@functools.partial(jax.jit, static_argnames=("scale", "tuning"))
+@functools.partial(jax.jit, static_argnames=("scale", "tuning", "insert"))
 def decode_attention_mosaic(
     q: Array,
     new_keys: Array,
@@ -98,14 +109,19 @@ def decode_attention_mosaic(
     num_new: Array,
     scale: float,
     tuning: DecodeTuning | None = None,
-) -> Array:
-    """:func:`.decode_attention.decode_attention` by the kernels. float32 buffers are converted to float16, saturating,
-    on every call."""
-    plan = make_plan(q, kv, page_table, scale, tuning)
+    insert: bool = False,
+) -> Array | tuple[Array, LayerKV]:
+    """:func:`.decode_attention.decode_attention` by the kernels, or, with ``insert``,
+    :func:`.decode_attention.decode_attention_insert`. float32 buffers are converted to float16, saturating, on every
+    call."""
+    # In float32 buffers, of which the kernel gets copies, the token is inserted afterwards.
+    in_kernel = insert and kv.tail_keys.dtype != jnp.float32
+    plan = dataclasses.replace(make_plan(q, kv, page_table, scale, tuning), insert=in_kernel)
     dtype = jnp.bfloat16 if plan.kind == "bf16" else jnp.float16
-    buffers = [_cast(x, dtype) for x in (kv.sink_keys, kv.sink_values, kv.tail_keys, kv.ring_values)]
-    # An array without elements has no address: another one stands in, and is not read.
-    buffers[:2] = [x if x.size else buffers[2] for x in buffers[:2]]
+    buffers = [_cast(getattr(kv, name), dtype) for name in BUFFER_NAMES]
+    # An array without elements has no address: another one stands in, and is neither read nor written.
+    refs = [jax.new_ref(x) if in_kernel and x.size else x for x in buffers]
+    addressed = [x if x.size else lengths for x in refs]
     pages = [kv.key_pages, kv.value_pages, page_table] if plan.pages else [lengths] * 3
     operands = Operands(
         q=_cast(q, dtype),
@@ -113,10 +129,10 @@ def decode_attention_mosaic(
         new_values=_cast(new_values, dtype),
         key_pages=pages[0],
         value_pages=pages[1],
-        sink_keys=buffers[0],
-        sink_values=buffers[1],
-        tail_keys=buffers[2],
-        ring_values=buffers[3],
+        sink_keys=addressed[0],
+        sink_values=addressed[1],
+        tail_keys=addressed[2],
+        ring_values=addressed[3],
         page_table=pages[2],
         lengths=lengths,
         num_new=num_new,
@@ -129,21 +145,30 @@ def decode_attention_mosaic(
     ]
     results = ptx.launch(
         lambda addresses, smem: _emit(plan, addresses, smem),
-        partial if plan.splits > 1 else [out],
+        partial if plan.merges_in_memory else [out],
         blocks=plan.blocks,
         smem_bytes=plan.smem.total,
         name="decode_attention",
+        cluster=plan.cluster,
     )(*operands)
-    if plan.splits == 1:
-        return results[0]
-    (merged,) = ptx.launch(
-        lambda addresses, smem: merging.emit_merge(plan, addresses, smem),
-        [out],
-        blocks=plan.batch * plan.tokens * plan.kv_heads * plan.group,
-        smem_bytes=merging.MERGE_SMEM,
-        name="decode_attention_merge",
-    )(*results)
-    return merged
+    if in_kernel:
+        written = [jax.freeze(ref) if x.size else x for ref, x in zip(refs, buffers, strict=True)]
+        kv = dataclasses.replace(kv, **dict(zip(BUFFER_NAMES, written, strict=True)))
+    merged = results[0]
+    if plan.merges_in_memory:
+        (merged,) = ptx.launch(
+            lambda addresses, smem: merging.emit_merge(plan, addresses, smem),
+            [out],
+            blocks=plan.batch * plan.tokens * plan.kv_heads * plan.group,
+            smem_bytes=merging.MERGE_SMEM,
+            name="decode_attention_merge",
+        )(*results)
+    if not insert:
+        return merged
+    if not in_kernel:
+        new = [ordered(x, merged)[:, 0] for x in (new_keys, new_values)]
+        kv = insert_token(kv, *new, lengths, num_new > 0)
+    return merged, kv
 
 
 def _cast(x: Array, dtype) -> Array:
@@ -165,12 +190,16 @@ def _emit(plan: DecodePlan, addresses: list[ptx.Value], smem: ptx.Value) -> None
         return start_block(plan, mem, smem)
 
     block = stage()
+    # Everything that a block begins with is asked for before any of it is waited for.
+    queries, token = load_queries(block), load_token(block) if plan.insert else None
     with ptx.when(ptx.equal(block.lane, 0)):
         ptx.mbarrier_init(block.key_barrier, 2)
     walk = PageWalk(block) if plan.pages else None
     if walk:
         walk.start()  # the first pages are on their way while q is staged
-    stage_queries(block)
+    stage_queries(block, queries)
+    if token:
+        store_token(block, token)
 
     of_pages = attend_pages(block, walk)
     merging.store_partial(block, of_pages, plan.smem.value, 0, merging.page_channel)
@@ -178,4 +207,4 @@ def _emit(plan: DecodePlan, addresses: list[ptx.Value], smem: ptx.Value) -> None
     dense, empty = DenseStage(block), Running.empty(plan.head_dim // 16, biased=False)
     of_buffers = attend_edge_pages(dense, attend_regions(dense, empty))
     merging.store_partial(block, of_buffers, plan.smem.key, 1, merging.dense_channel)
-    merging.merge_warps(stage(), [plan.smem.value, plan.smem.key], outs[0], outs[1] if plan.splits > 1 else None)
+    merging.merge_warps(stage(), [plan.smem.value, plan.smem.key], outs)

@@ -111,8 +111,8 @@ def start_block(plan: DecodePlan, mem: Operands, smem: Value) -> Block:
     """Coordinates of this thread."""
     tid, block = ptx.special_register("tid.x"), ptx.special_register("ctaid.x")
     lane, warp = ptx.bit_and(tid, 31), ptx.warp_index(tid)
-    column_group, rest = ptx.rem(block, plan.column_groups), ptx.div(block, plan.column_groups)
-    split, bh = ptx.rem(rest, plan.splits), ptx.div(rest, plan.splits)
+    split, rest = ptx.rem(block, plan.splits), ptx.div(block, plan.splits)  # neighbours, as clusters want them
+    column_group, bh = ptx.rem(rest, plan.column_groups), ptx.div(rest, plan.column_groups)
     b, h = ptx.div(bh, plan.kv_heads), ptx.rem(bh, plan.kv_heads)
     length = ptx.load_global(1, ptx.address(mem.lengths, b, 4))
     n = ptx.max_signed(ptx.sub(length, plan.sink), 0)
@@ -151,42 +151,53 @@ def query_row(block: Block, column: Value) -> Value:
     return ptx.add(ptx.mul(ptx.add(ptx.mul(block.b, plan.tokens), token), plan.kv_heads * plan.group), head)
 
 
-def stage_queries(block: Block) -> None:
+def load_queries(block: Block) -> list[list[Value]]:
+    """Asks for q of all columns: words of a lane's D / 32 neighbouring channels, a list for each column."""
+    plan = block.plan
+    per_lane = plan.head_dim // 32
+    columns = []
+    for j in range(plan.stored_columns):
+        column = ptx.add(ptx.mul(block.column_group, COLUMNS), j)
+        row = query_row(block, ptx.min_signed(column, plan.columns - 1))
+        pointer = ptx.address(ptx.address(block.mem.q, row, 2 * plan.head_dim), block.lane, 2 * per_lane)
+        words = ptx.load_global(per_lane // 2, pointer)
+        columns.append([words] if per_lane == 2 else words)
+    return columns
+
+
+def stage_queries(block: Block, loaded: list[list[Value]]) -> None:
     """Writes q as rows [D][8 columns] of float16, times 2**-(QUERY_SHIFT + e), and e (0 but for huge or tiny q) to
     shared memory.
 
-    Warp w loads columns 2 w and 2 w + 1; a lane takes D / 32 neighbouring channels. Columns past the last are zero.
-    Ends in a block barrier.
+    Every warp has all of q and so finds the same e; warp w writes columns 2 w and 2 w + 1. Columns past the last are
+    zero. Ends in a block barrier.
     """
     plan = block.plan
     per_lane = plan.head_dim // 32
     columns = []
-    for i in range(2):
-        column = ptx.add(ptx.add(ptx.mul(block.column_group, COLUMNS), ptx.mul(block.warp, 2)), i)
-        row = query_row(block, ptx.min_signed(column, plan.columns - 1))
-        pointer = ptx.address(ptx.address(block.mem.q, row, 2 * plan.head_dim), block.lane, 2 * per_lane)
-        words = ptx.load_global(per_lane // 2, pointer)
-        words = [words] if per_lane == 2 else words
+    for j, words in enumerate(loaded):
         numbers = [x for word in words for x in ptx.unpack_pair(word, plan.kind)]
-        real = ptx.less(column, plan.columns)
-        columns.append([ptx.select(real, x, ptx.f32(0.0)) for x in numbers])
+        if plan.column_groups > 1:
+            real = ptx.less(ptx.add(ptx.mul(block.column_group, COLUMNS), j), plan.columns)
+            numbers = [ptx.select(real, x, ptx.f32(0.0)) for x in numbers]
+        columns.append(numbers)
     top = ptx.tree(ptx.fmax, [ptx.fabs(x) for column in columns for x in column])
     top = ptx.reduce_lanes(ptx.fmax, top, (1, 2, 4, 8, 16))
-    exponents = ptx.add(block.smem, plan.smem.exponents)
-    ptx.store_shared([top], ptx.add(exponents, ptx.mul(block.warp, 4)))
-    ptx.sync_block()
-    top = ptx.tree(ptx.fmax, ptx.load_shared(WARPS, exponents, kind="f"))
     log2_top = ptx.sub(ptx.shr(ptx.bits_of(top), 23), 126)  # top < 2**log2_top
     ordinary = ptx.both(ptx.less(log2_top, QUERY_LIMIT_LOG2 + 1), ptx.less(ptx.i32(-1), log2_top))
     over = ptx.select(ordinary, ptx.i32(0), ptx.sub(log2_top, QUERY_LIMIT_LOG2))
     factor = ptx.power_of_two(ptx.sub(ptx.i32(-QUERY_SHIFT), over))
+    columns += [[ptx.f32(0.0)] * per_lane] * (COLUMNS - len(columns))
+    own = [[ptx.f32(0.0)] * per_lane] * 2
+    for pair in range(WARPS):
+        mine = ptx.equal(block.warp, pair)
+        own = [[ptx.select(mine, x, y) for x, y in zip(columns[2 * pair + i], own[i], strict=True)] for i in range(2)]
     first = row_offset(ptx.mul(block.lane, per_lane))
-    for i, (low, high) in enumerate(zip(*columns, strict=True)):
+    for i, (low, high) in enumerate(zip(*own, strict=True)):
         pair = ptx.pack_pair(ptx.fmul(low, factor), ptx.fmul(high, factor), "f16")
         ptx.store_shared([pair], ptx.add(ptx.add(block.smem, first), ptx.mul(block.warp, 4)), 16 * i)
-    ptx.sync_block()
     with ptx.when(ptx.equal(block.tid, 0)):
-        ptx.store_shared([over], exponents)
+        ptx.store_shared([over], ptx.add(block.smem, plan.smem.exponents))
     ptx.sync_block()
 
 
@@ -240,6 +251,7 @@ __all__ = [
     "Block",
     "Operands",
     "Running",
+    "load_queries",
     "mma_score_factor",
     "padded_rows",
     "query_row",

@@ -100,8 +100,10 @@ class DenseStage:
     def new(self) -> Region:
         """The new tokens, [B, T, K, D]. A sequence with none still gets a finite, meaningless row."""
         plan, mem, block = self.plan, self.block.mem, self.block
-        num_new = ptx.load_global(1, ptx.address(mem.num_new, block.b, 4))
-        count = ptx.min_signed(ptx.max_signed(num_new, 1), plan.tokens)
+        count = ptx.i32(1)
+        if plan.tokens > 1:
+            num_new = ptx.load_global(1, ptx.address(mem.num_new, block.b, 4))
+            count = ptx.min_signed(ptx.max_signed(num_new, 1), plan.tokens)
 
         def offset(i: Value) -> Value:
             token = ptx.add(ptx.mul(block.b, plan.tokens), i)
@@ -133,6 +135,11 @@ class DenseStage:
             return [ptx.load_global(4, pointer, 128 * h, ordered=True) for h in range(self.plan.head_dim // 64)]
 
         return [[load(kh, e) for e in range(2)] for kh in range(2)]
+
+    def prefetch_row(self, base: Value, offset: Value) -> None:
+        """Rows of 16 tokens; lane l asks for half l % 2 of that of token l / 2, at ``offset`` bytes from ``base``."""
+        half = ptx.mul(ptx.bit_and(self.block.lane, 1), self.row_bytes // 2)
+        ptx.prefetch(ptx.address(base, ptx.add(offset, half), 1))
 
     def scores(self, keys) -> list[Value]:
         s = [ptx.f32(0.0)] * 4
@@ -198,6 +205,8 @@ def attend_region(stage: DenseStage, region: Region, first_chunk: Value, step: i
         def value_offset(kh: int, e: int) -> Value:
             return region.value_offset(token(ptx.add(ptx.mul(block.c, 2), 8 * kh + e)))
 
+        # Values have no registers to wait in yet: L2 gets them meanwhile.
+        stage.prefetch_row(region.values, region.value_offset(token(ptx.shr(block.lane, 1))))
         keys = stage.load_keys(region.keys, lambda row: region.key_offset(token(row)))
         s = [ptx.fmul(x, factor) for x in stage.scores(keys)]
         for k in range(2):

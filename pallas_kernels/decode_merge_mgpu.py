@@ -1,5 +1,5 @@
-"""Merging partial results: the warps of a block in shared memory, and the blocks of a sequence and head in a second
-kernel."""
+"""Merging partial results: the warps of a block in shared memory, the blocks of a cluster through shared memory, and
+more blocks of a sequence and head in a second kernel."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def store_partial(block: Block, state: Running, slot: int, index: int, channel: 
             ptx.store_shared(pair, ptx.add(base, ptx.mul(row, 4 * COLUMNS)))
 
 
-def merge_warps(block: Block, slots: list[int], out: Value, stats_out: Value | None) -> None:
-    """Merges the partial results at ``slots`` of every warp, and writes the output or this block's partial result."""
+def merge_warps(block: Block, slots: list[int], outs: list[Value]) -> None:
+    """Merges the partial results at ``slots`` of every warp, then those of the cluster's blocks.
+
+    Writes the output, or, for a merge in a second kernel, this block's partial result and statistics.
+    """
     plan, smem = block.plan, block.smem
     tiles = WARPS * len(slots)
     stats = ptx.add(smem, plan.smem.stats)
@@ -65,21 +68,54 @@ def merge_warps(block: Block, slots: list[int], out: Value, stats_out: Value | N
         ptx.store_shared([top], own, summary)
         ptx.store_shared([total], own, summary + 4 * COLUMNS)
     ptx.sync_block()
-    with ptx.when(ptx.less(block.tid, plan.head_dim)):
+    own_channel = ptx.less(block.tid, plan.head_dim)
+    with ptx.when(own_channel):
         halves = range(-(-plan.stored_columns // 4))
-        columns = [x for half in halves for x in _channel_sums(block, slots, half)][: plan.stored_columns]
-        if stats_out is None:
-            _write_output(block, columns, out, summary)
-        else:
+        sums = [_channel_sums(block, slots, half) for half in halves]
+        columns = [x for some in sums for x in some][: plan.stored_columns]
+        if plan.cluster > 1:
+            for half, some in enumerate(sums):  # over what only this thread has read
+                ptx.store_shared(some, _row(block, slots[0]), 16 * half)
+        elif plan.merges_in_memory:
             row = ptx.mul(block.partial, plan.stored_columns)
-            pointer = ptx.address(ptx.address(out, row, 4 * plan.head_dim), block.tid, 4)
+            pointer = ptx.address(ptx.address(outs[0], row, 4 * plan.head_dim), block.tid, 4)
             for j, x in enumerate(columns):
                 ptx.store_global([x], pointer, 4 * plan.head_dim * j)
-    if stats_out is not None:
+        else:
+            for j, x in enumerate(columns):
+                _write_column(block, j, x, ptx.load_shared(1, smem, summary + 4 * (COLUMNS + j), "f"), outs[0])
+    if plan.cluster > 1:
+        ptx.sync_cluster()
+        with ptx.when(own_channel):
+            for j in range(plan.stored_columns):
+                with ptx.when(ptx.equal(block.split, j % plan.splits)):
+                    _write_column(block, j, *_cluster_sums(block, slots[0], j, summary), outs[0])
+        ptx.sync_cluster()  # a block must not end while others read it
+    if plan.merges_in_memory:
         with ptx.when(ptx.less(block.tid, 4)):
             own = ptx.mul(block.tid, 16)
             words = ptx.load_shared(4, ptx.add(smem, own), summary)
-            ptx.store_global(words, ptx.address(ptx.address(stats_out, block.partial, TILE_STATS), block.tid, 16))
+            ptx.store_global(words, ptx.address(ptx.address(outs[1], block.partial, TILE_STATS), block.tid, 16))
+
+
+def _row(block: Block, slot: int) -> Value:
+    """Channel tid's row of the first warp's partial result: all eight columns."""
+    return ptx.add(ptx.add(block.smem, block.plan.smem.warps + slot), ptx.mul(block.tid, 4 * COLUMNS))
+
+
+def _cluster_sums(block: Block, slot: int, j: int, summary: int) -> tuple[Value, Value]:
+    """(channel tid's sum, sum of weights) of column j over the blocks of the cluster."""
+    tops, totals, sums = [], [], []
+    for rank in range(block.plan.cluster):
+        there = ptx.in_block(block.smem, rank)
+        tops.append(ptx.load_cluster(there, summary + 4 * j))
+        totals.append(ptx.load_cluster(there, summary + 4 * (COLUMNS + j)))
+        sums.append(ptx.load_cluster(ptx.in_block(_row(block, slot), rank), 4 * j))
+    top = ptx.tree(ptx.fmax, tops)
+    factors = [ptx.ex2(ptx.fsub(x, top)) for x in tops]
+    return tuple(
+        ptx.tree(ptx.fadd, [ptx.fmul(x, f) for x, f in zip(xs, factors, strict=True)]) for xs in (sums, totals)
+    )
 
 
 def _channel_sums(block: Block, slots: list[int], half: int) -> list[Value]:
@@ -97,25 +133,23 @@ def _channel_sums(block: Block, slots: list[int], half: int) -> list[Value]:
     return sums
 
 
-def _write_output(block: Block, columns: list[Value], out: Value, summary: int) -> None:
-    """out [B, T, N, D]: channel tid of the block's columns, divided by the sums of weights."""
+def _write_column(block: Block, j: int, x: Value, total: Value, out: Value) -> None:
+    """out [B, T, N, D]: channel tid of column j of the block's, ``x`` divided by ``total``."""
     plan = block.plan
     size = {"f32": 4}.get(plan.out_kind, 2)
-    for j, x in enumerate(columns):
-        column = ptx.add(ptx.mul(block.column_group, COLUMNS), j)
+    column = ptx.add(ptx.mul(block.column_group, COLUMNS), j)
 
-        def write(column=column, x=x, j=j):
-            total = ptx.load_shared(1, block.smem, summary + 4 * (COLUMNS + j), "f")
-            row = query_row(block, column)
-            pointer = ptx.address(ptx.address(out, row, size * plan.head_dim), block.tid, size)
-            y = ptx.fmul(x, ptx.rcp(ptx.fmax(total, ptx.f32(SMALLEST_SUM))))
-            ptx.store_global_as(y, pointer, 0, plan.out_kind)
+    def write():
+        row = query_row(block, column)
+        pointer = ptx.address(ptx.address(out, row, size * plan.head_dim), block.tid, size)
+        y = ptx.fmul(x, ptx.rcp(ptx.fmax(total, ptx.f32(SMALLEST_SUM))))
+        ptx.store_global_as(y, pointer, 0, plan.out_kind)
 
-        if plan.column_groups == 1:
+    if plan.column_groups == 1:
+        write()
+    else:
+        with ptx.when(ptx.less(column, plan.columns)):
             write()
-        else:
-            with ptx.when(ptx.less(column, plan.columns)):
-                write()
 
 
 MERGE_UNROLL = 4

@@ -3,7 +3,8 @@
 A block of four warps works on one sequence, one KV head and one group of eight *columns*; column ``t * Q + i`` is
 query head i of new token t, and eight are the N of the tensor core's mma. Its warps share the pages and then the
 full-precision tokens, merge what they have and write the output. With ``splits`` above one, that many blocks share the
-work of one, and a second kernel merges their partial results.
+work of one. Two blocks with a short sequence are a cluster and merge their partial results through one another's shared
+memory; otherwise a second kernel does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kitty_jax.pallas_kernels.pages import PageFormat
 
 COLUMNS = 8
 WARPS = 4
+PAIR_PAGES = 32  # pages of a sequence up to which two blocks are a cluster
 LOG2E = 1.4426950408889634
 
 # q enters the products with key scales as float16(q * 2**-QUERY_SHIFT). Below 2**QUERY_LIMIT_LOG2 nothing can
@@ -49,6 +51,7 @@ class DecodePlan:
         scale: softmax scale.
         kind: "bf16" or "f16", the dtype of queries and full-precision tokens.
         out_kind: "bf16", "f16" or "f32", the dtype of the output.
+        insert: the kernel also writes the new token, the only one, into the buffers.
     """
 
     fmt: PageFormat
@@ -64,6 +67,7 @@ class DecodePlan:
     scale: float
     kind: str
     out_kind: str
+    insert: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -96,6 +100,17 @@ class DecodePlan:
     @property
     def blocks(self) -> int:
         return self.work_items * self.splits
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster. Pairs only, and for short sequences: a cluster's blocks start and end together, which
+        costs more than a second kernel where there is much to do, and at four or eight in any case."""
+        return 2 if self.splits == 2 and self.pages <= PAIR_PAGES else 1
+
+    @property
+    def merges_in_memory(self) -> bool:
+        """Whether blocks leave partial results in global memory to a second kernel."""
+        return self.splits > self.cluster
 
     @property
     def has_edges(self) -> bool:

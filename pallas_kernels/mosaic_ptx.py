@@ -27,8 +27,17 @@ THREADS = 128  # a Mosaic thread is a warpgroup
 
 
 # ---------------------------------------------------------------- launching
-def launch(emit: Callable, out_types: Sequence[jax.ShapeDtypeStruct], *, blocks: int, smem_bytes: int, name: str):
-    """A kernel of ``blocks`` blocks of 128 threads whose body is ``emit(addresses, smem)``.
+def launch(
+    emit: Callable,
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    *,
+    blocks: int,
+    smem_bytes: int,
+    name: str,
+    cluster: int = 1,
+):
+    """A kernel of ``blocks`` blocks of 128 threads whose body is ``emit(addresses, smem)``; ``cluster`` neighbouring
+    blocks, a divisor of ``blocks``, run at once and may read one another's shared memory.
 
     ``addresses`` are the i64 global addresses of the operands, then of the outputs; ``smem`` is the i32 address of the
     block's shared memory.
@@ -46,8 +55,10 @@ def launch(emit: Callable, out_types: Sequence[jax.ShapeDtypeStruct], *, blocks:
     return plgpu.kernel(
         body,
         out_type=tuple(out_types),
-        grid=(blocks,),
+        grid=(blocks // cluster,),
         grid_names=("block",),
+        cluster=(cluster,) if cluster > 1 else (),
+        cluster_names=("rank",) if cluster > 1 else (),
         scratch_types=[plgpu.SMEM((-(-smem_bytes // 4),), jnp.float32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
@@ -328,6 +339,11 @@ def sync_block() -> None:
     asm("bar.sync 0;", "")
 
 
+def sync_cluster() -> None:
+    """A barrier of all threads of the cluster, after which each sees what the others wrote to shared memory."""
+    asm("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
+
+
 def mbarrier_init(barrier: Value, count: int) -> None:
     """``count`` barriers in a row, each with one arrival a phase."""
     inits = " ".join(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;" for i in range(count))
@@ -363,6 +379,11 @@ def load_global(n: int, pointer: Value, offset: int = 0, kind: str = "r", *, ord
     return asm(text, kind * n, (pointer,), pure=False)
 
 
+def prefetch(pointer: Value, offset: int = 0) -> None:
+    """Asks for the line at a global address to be brought into the L2 cache; no register waits for it."""
+    asm(f"prefetch.global.L2 [$0+{offset}];", "", (pointer,))
+
+
 def store_global(values: Sequence[Value], pointer: Value, offset: int = 0) -> None:
     n = len(values)
     asm(f"st.global.{_VECTOR[n]} [$0+{offset}], {_registers(1, n)};", "", (pointer, *values))
@@ -383,6 +404,16 @@ def store_global_as(value: Value, pointer: Value, offset: int, kind: str) -> Non
 def load_shared(n: int, pointer: Value, offset: int = 0, kind: str = "r"):
     text = f"ld.shared.{_VECTOR[n]} {_registers(0, n)}, [${n}+{offset}];"
     return asm(text, kind * n, (pointer,), pure=False)
+
+
+def in_block(pointer: Value, rank: int) -> Value:
+    """The place of this block's shared memory in that of another block of the cluster, for :func:`load_cluster`."""
+    return asm("mapa.shared::cluster.u32 $0, $1, $2;", "r", (pointer, i32(rank)))
+
+
+def load_cluster(pointer: Value, offset: int = 0, kind: str = "f") -> Value:
+    """One word of the shared memory of a block of the cluster."""
+    return asm(f"ld.shared::cluster.b32 $0, [$1+{offset}];", kind, (pointer,), pure=False)
 
 
 def load_shared_byte(pointer: Value, offset: int = 0, *, signed: bool = False) -> Value:

@@ -48,7 +48,7 @@ def store_key_pages(
         store_keys(ref, keys, page_ids, fmt, score=score, weights=weights, scores=scores, shrink=shrink)
         return jax.freeze(ref)
     records = quantize_keys(keys, fmt, score=score, weights=weights, scores=scores, shrink=shrink)
-    return pool.at[page_ids].set(records, mode="drop")
+    return write_records(pool, records, page_ids)
 
 
 def store_value_pages(
@@ -81,10 +81,25 @@ def store_value_pages(
         ref = jax.new_ref(pool)
         store_values(ref, values, starts, page_ids, fmt, shrink=shrink)
         return jax.freeze(ref)
+    return write_records(pool, value_records(values, starts, fmt, shrink=shrink), page_ids)
+
+
+def value_records(values: Array, starts: Array, fmt: PageFormat, *, shrink: tuple[float, ...] = (1.0,)) -> Array:
+    """What :func:`store_value_pages` writes, by the reference: uint32 [X, K, fmt.value_words]."""
     if values.shape[2] != fmt.page:
         slots = (starts[:, None] + jnp.arange(fmt.page, dtype=jnp.int32)) % values.shape[2]
         values = jnp.take_along_axis(values, slots[:, None, :, None], axis=2)
-    return pool.at[page_ids].set(quantize_values(values, fmt, shrink=shrink), mode="drop")
+    return quantize_values(values, fmt, shrink=shrink)
+
+
+def write_records(pool: Array, records: Array, page_ids: Array) -> Array:
+    """The pool uint32 [M, K, words] with ``records`` [X, K, words] at ``page_ids`` int32 [X]; M skips a record."""
+    if records.shape != (*page_ids.shape, *pool.shape[1:]) or records.dtype != pool.dtype:
+        raise ValueError(
+            f"records must be {pool.dtype}{[*page_ids.shape, *pool.shape[1:]]} for page_ids {list(page_ids.shape)} and "
+            f"a pool {list(pool.shape)}, got {records.dtype}{list(records.shape)}"
+        )
+    return pool.at[page_ids].set(records, mode="drop") if pool.size and records.size else pool
 
 
 def _check(name: str, pool: Array, pages: Array, page_ids: Array, fmt: PageFormat, words: int) -> None:

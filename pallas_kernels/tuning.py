@@ -6,6 +6,8 @@ import dataclasses
 
 import jax
 
+from kitty_jax.pallas_kernels.decode_plan import PAIR_PAGES
+
 SHARED_MEMORY = 233_472  # bytes a multiprocessor has for its blocks (compute capability 9.0)
 RESERVED_PER_BLOCK = 1_024
 
@@ -17,8 +19,9 @@ class DecodeTuning:
     Attributes:
         multiprocessors: of the device.
         blocks_per_multiprocessor: at most; registers set it, shared memory may lower it.
-        whole_pages: pages up to which one block takes a sequence and head: a second kernel to merge would cost more
-        than a few pages in a row do.
+        whole_pages, pair_pages: pages of a sequence up to which one block takes it (for each KV head), and up to which
+        two do where there is a multiprocessor for each: a second kernel to merge would cost more than some pages in
+        a row.
         long_waves, short_waves: blocks to aim at, in blocks the device runs at once, when there are many pages a
         block, and few.
         splits: fixed number of splits instead, or 0.
@@ -26,7 +29,8 @@ class DecodeTuning:
 
     multiprocessors: int = 132
     blocks_per_multiprocessor: int = 4
-    whole_pages: int = 16
+    whole_pages: int = 4
+    pair_pages: int = PAIR_PAGES
     long_waves: float = 2.0
     short_waves: float = 0.5
     splits: int = 0
@@ -59,5 +63,7 @@ def decode_splits(tuning: DecodeTuning, *, work_items: int, pages: int, warps: i
     slots = tuning.multiprocessors * per_sm
     if work_items >= slots or pages <= tuning.whole_pages:
         return 1
+    if pages <= tuning.pair_pages:
+        return 2 if work_items <= tuning.multiprocessors else 1
     waves = tuning.long_waves if work_items * pages // warps > LONG_PAGES * slots // 4 else tuning.short_waves
     return max(1, min(-(-pages // warps), round(waves * slots / work_items)))

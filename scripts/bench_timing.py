@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 
@@ -23,11 +24,11 @@ class Time:
     high: float
 
 
-def time_chained(step: Callable, carry, operands, *, calls: int = 16, long: int = 5, repeats: int = 15) -> Time:
+def time_chained(step: Callable, carry, operands, *, calls: int = 16, span: float = 0.02, repeats: int = 15) -> Time:
     """Time of ``carry = step(i, carry, operands)``.
 
-    One executable holds ``calls`` of them, each taking the one before's result. It is queued ``long`` times, and once:
-    the difference leaves dispatch and the last synchronization out.
+    One executable holds ``calls`` of them, each taking the one before's result. It is queued as often as takes about
+    ``span`` seconds (five times at least), and once: the difference leaves dispatch and the last synchronization out.
     """
 
     @jax.jit
@@ -44,6 +45,7 @@ def time_chained(step: Callable, carry, operands, *, calls: int = 16, long: int 
         return time.perf_counter() - start
 
     seconds(2)
+    long = max(5, 1 + math.ceil(span / max((seconds(5) - seconds(1)) / 4, 1e-5)))
     samples = sorted((seconds(long) - seconds(1)) / (calls * (long - 1)) for _ in range(repeats))
     return Time(float(np.median(samples)), samples[0], samples[-1])
 

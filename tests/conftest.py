@@ -19,6 +19,18 @@ from scripts.fetch_demo import ASSETS, CACHE, join_texts
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _quick_compilation() -> None:
+    """Programs for the CPU are compiled without LLVM's optimizer, which would be 40 % of the time all tests take.
+
+    JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for it. Programs for GPUs are left alone; processes that tests start inherit
+    what was chosen.
+    """
+    if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+        jax.config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests where JAX sees no GPU; where nothing but they were asked for, that is an error."""

@@ -17,8 +17,11 @@ from kitty_jax.update import append_chunk, flush, insert_token
 # Tolerance of attention outputs (weights sum to 1, values are about 1) against float64, by dtype of q.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
-# Compiling is most of these tests' time and LLVM's optimizer half of that. For programs that run once or twice.
+# Compiling is most of these tests' time and LLVM's optimizer half of that: programs that run once or twice do without,
+# whatever the other programs do.
 QUICK = {"xla_backend_optimization_level": 0}
+# As a user's program is compiled, whatever the other tests' are (see conftest.py).
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 
 
 def random_kv(seed: int, *shape: int, dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:

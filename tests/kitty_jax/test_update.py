@@ -10,9 +10,12 @@ import pytest
 
 from kitty_jax.config import CacheConfig
 from kitty_jax.oracle import Oracle
-from kitty_jax.state import KVShape, init_state
-from kitty_jax.update import ordered
+from kitty_jax.pallas_kernels.insert import ordered
+from kitty_jax.state import BUFFERS, KVShape, QuantizedLayer, init_state
+from kitty_jax.update import flush
 from tests.kitty_jax.kv_cases import (
+    OPTIMIZED,
+    QUICK,
     append,
     append_jit,
     assert_equals_oracle,
@@ -36,6 +39,7 @@ KINDS = {
 }
 LENGTHS = np.array([70, 0, 53, 4, 37])
 CAPACITY = 72
+flush_jit = jax.jit(flush, compiler_options=QUICK)
 
 
 @functools.cache
@@ -66,9 +70,48 @@ def test_one_chunk_ends_where_tokens_end(dtype):
 
 
 def test_optimization_of_the_program_changes_no_bit():
-    """The other programs are compiled without LLVM's optimizer (QUICK); this one is with it, and fuses more."""
+    """The other programs are compiled without LLVM's optimizer (QUICK); these are with it, and fuse more."""
     keys, values, empty, wanted = _kinds("float32")
-    assert differences(jax.jit(append)(empty, keys, values, jnp.array(LENGTHS)), wanted) == []
+    optimized = jax.jit(append, compiler_options=OPTIMIZED)
+    assert differences(optimized(empty, keys, values, jnp.array(LENGTHS)), wanted) == []
+    rows = np.where(LENGTHS > 20, LENGTHS - 1, LENGTHS)
+    state = append_jit(empty, keys, values, jnp.array(rows))
+    last = (jnp.take_along_axis(x, jnp.array(rows)[:, None, None, None], axis=1)[:, 0] for x in (keys, values))
+    optimized = jax.jit(insert, compiler_options=OPTIMIZED)
+    assert differences(optimized(state, *last, jnp.array(rows < LENGTHS)), wanted) == []
+
+
+# Interleaved, so that layers quantized together are not neighbours.
+PLUS = CacheConfig.kitty_plus(sink=4, page=16, window=16)
+MIXED = (PLUS, KINDS["random"], KINDS["full"], BASE, PLUS, KINDS["random"], BASE)
+
+
+def test_pages_of_layers_quantized_together_are_those_of_each_alone():
+    """Layers of several kinds, each with contents of its own; more due sequences than are taken at a time."""
+    lengths = jnp.array([20, 36, 52, 68, 36, 60], jnp.int32)  # five fill a page of keys, some one of values
+    state = init_state(list(MIXED), KVShape(len(MIXED), K, D, jnp.float32), batch=len(lengths), capacity=CAPACITY)
+    rng = np.random.default_rng(2)
+    layers = []
+    for layer in state.layers:
+        if isinstance(layer, QuantizedLayer):
+            buffers = {x: jnp.asarray(rng.normal(size=getattr(layer.kv, x).shape), jnp.float32) for x in BUFFERS}
+            layer = dataclasses.replace(
+                layer,
+                kv=dataclasses.replace(layer.kv, **buffers),
+                query_squares=jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), layer.query_squares),
+            )
+        layers.append(layer)
+    state = dataclasses.replace(state, layers=tuple(layers), lengths=lengths)
+    together = jax.device_get(flush_jit(state, lengths - 1).layers)
+    for layer, got in zip(layers, together, strict=True):
+        alone = flush_jit(dataclasses.replace(state, layers=(layer,)), lengths - 1)
+        assert differences(got, alone.layers[0]) == []
+    quantized = [x.kv for x in together if isinstance(x, QuantizedLayer)]
+    for kv in quantized:
+        assert kv.key_pages.any(axis=(1, 2)).sum() == 5
+        assert kv.value_pages.any(axis=(1, 2)).sum() == (4 if kv.window == 16 else 1)
+    # All pages differ, so that layers mixed up would be seen.
+    assert len({kv.key_pages.tobytes() for kv in quantized}) == len(MIXED) - 1
 
 
 @pytest.mark.parametrize("width, most", [(70, 7), (70, 33), (23, 23)])

@@ -1,4 +1,4 @@
-"""Runs decode attention on two small cases, for compute-sanitizer (scripts/gpu_check.sh sanitize).
+"""Runs decode attention on three small cases, for compute-sanitizer (scripts/gpu_check.sh sanitize).
 
 The data is made on the CPU: under the sanitizer, compiling programs for the GPU takes minutes, and only the kernels
 matter here.
@@ -8,7 +8,7 @@ import jax
 
 from tests.pallas_kernels.test_decode_attention_mgpu import Case
 
-for splits in (1, 2):
+for splits in (1, 2, 3):  # one block, a cluster of two, three and a second kernel
     case = Case((700, 33), splits=splits, kv_heads=1, pages=6)
     with jax.default_device(jax.devices("cpu")[0]):
         arguments = case.random()

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.pallas_kernels.decode_attention import decode_attention
+from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
 from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan, unsupported
 from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat
 from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
@@ -102,6 +102,10 @@ class Case:
     def kernel(self, *arguments):
         return decode_attention_mosaic(*arguments, self.head_dim**-0.5, DecodeTuning(splits=self.splits))
 
+    def inserting_kernel(self, *arguments):
+        """The same, and the token goes into the buffers: (attention, layer)."""
+        return decode_attention_mosaic(*arguments, self.head_dim**-0.5, DecodeTuning(splits=self.splits), insert=True)
+
 
 def _struct(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -129,7 +133,32 @@ LOWERED = [
 @pytest.mark.parametrize("case", LOWERED, ids=str)
 def test_lowers_for_cuda_without_a_gpu(case):
     lowered = jax.jit(case.kernel).trace(*case.arguments()).lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("mosaic_gpu_v2") == (1 if case.splits == 1 else 2)
+    assert lowered.as_text().count("mosaic_gpu_v2") == (1 if case.splits <= 2 else 2)
+
+
+INSERTED = [
+    Case(BOUNDARIES, boosted=32),
+    Case(BOUNDARIES, splits=3, dtype="float16", num_new=(1, 0) * 7),
+    Case(BOUNDARIES, head_dim=64, boosted=8, kv_heads=3, group=3),
+    Case(BOUNDARIES, sink=0, window=0),
+    Case(BOUNDARIES, sink=7, window=300, head_dim=64, splits=2, num_new=(0, 1) * 7),
+    Case(BOUNDARIES, group=16),
+    Case(BOUNDARIES, group=16, splits=2),
+    Case(BOUNDARIES, dtype="float32"),
+]
+
+
+@pytest.mark.parametrize("case", INSERTED, ids=str)
+def test_inserting_kernel_lowers_for_cuda_and_writes_in_place(case):
+    lowered = jax.jit(case.inserting_kernel).trace(*case.arguments()).lower(lowering_platforms=("cuda",)).as_text()
+    call = next(line for line in lowered.splitlines() if "mosaic_gpu_v2" in line)
+    aliased = 0 if case.dtype == "float32" else 2 if case.sink == 0 else 4
+    assert call.count("output_operand_alias<") == aliased
+
+
+def test_insertion_takes_one_token():
+    with pytest.raises(ValueError, match=r"one new token a sequence, got q of shape \(1, 2, 8, 128\)"):
+        decode_attention_insert(*Case((40,), tokens=2).random())
 
 
 def test_says_what_it_does_not_take():
@@ -159,7 +188,17 @@ def test_named_kernel_without_a_gpu_is_an_error():
 
 @pytest.mark.parametrize(
     "work_items, pages, low, high",
-    [(256, 256, 1, 8), (8, 1024, 33, 132), (2048, 64, 1, 1), (1, 0, 1, 1), (8, 16, 1, 1), (8, 17, 2, 5)],
+    [
+        (256, 256, 1, 8),
+        (8, 1024, 33, 132),
+        (2048, 64, 1, 1),
+        (1, 0, 1, 1),
+        (8, 4, 1, 1),
+        (64, 8, 2, 2),
+        (8, 32, 2, 2),
+        (256, 32, 1, 1),
+        (8, 33, 3, 9),
+    ],
 )
 def test_splits_fill_the_device_and_no_more(work_items, pages, low, high):
     splits = decode_splits(DecodeTuning(), work_items=work_items, pages=pages, warps=4, smem_bytes=54_000)
@@ -187,6 +226,8 @@ def relative_errors(case: Case, seed: int = 0) -> tuple[float, float]:
 NUMERIC = [
     Case(BOUNDARIES),
     Case(BOUNDARIES, splits=3),
+    Case(BOUNDARIES, splits=2),
+    Case((5000, 900, 40, 4097), pages=40, splits=2),
     Case(BOUNDARIES, dtype="float16", splits=2),
     Case(BOUNDARIES, dtype="float32"),
     Case(BOUNDARIES, head_dim=64, boosted=8, kv_heads=3, group=3),
@@ -205,6 +246,7 @@ NUMERIC = [
     *(Case((700, 33), group=group, splits=2) for group in (3, 16)),
     *(Case((700, 300, 17), tokens=t) for t in range(2, 9)),
     Case((700, 300, 17), tokens=8, num_new=(8, 3, 0), splits=2),
+    Case((700, 300, 17), tokens=8, num_new=(8, 3, 0), splits=12),
     Case((700, 300, 17), tokens=20, num_new=(20, 17, 16)),
     Case((700, 33), key_scale=3e3, query_scale=3e-4),
     Case((700, 33), key_scale=1e6, query_scale=1e-6),
@@ -226,6 +268,17 @@ def test_matches_the_float32_reference(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("case", INSERTED, ids=str)
+def test_inserting_kernel_equals_attention_and_insertion(case):
+    arguments = case.random()
+    out, kv = jax.jit(case.inserting_kernel)(*arguments)
+    assert (np.asarray(out) == np.asarray(jax.jit(case.kernel)(*arguments))).all()
+    _, want = decode_attention_insert(*arguments, implementation="xla")
+    for name in ("sink_keys", "sink_values", "tail_keys", "ring_values"):
+        assert (np.asarray(getattr(kv, name)) == np.asarray(getattr(want, name))).all(), name
+
+
+@pytest.mark.gpu
 def test_same_bits_from_run_to_run():
     case = Case((5000, 900, 40, 4097), pages=40, splits=5)
     arguments = case.random()
@@ -238,7 +291,8 @@ def test_same_bits_from_run_to_run():
 REGISTERS = """
 import jax, jax.numpy as jnp
 from tests.pallas_kernels.test_decode_attention_mgpu import Case
-for case in (Case((1,), boosted=32), Case((1,), boosted=32, splits=4), Case((1,), tokens=4)):
+cases = [Case((1,), boosted=32, splits=splits) for splits in (1, 2, 4)]
+for case in (*cases, Case((1,), tokens=4)):
     jax.block_until_ready(jax.jit(case.kernel)(*jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), case.arguments())))
 """
 
@@ -253,7 +307,7 @@ def test_four_blocks_fit_a_multiprocessor():
     assert done.returncode == 0, done.stderr
     used = [int(x) for x in re.findall(r"Used (\d+) registers", done.stdout + done.stderr)]
     print(used)
-    assert len(used) >= 4  # three kernels and a merge
+    assert len(used) >= 5  # four kernels and a merge
     assert max(used) <= 128
 
 

@@ -8,7 +8,7 @@ import pytest
 from kitty_jax.pallas_kernels.dequantize import dequantize_pages
 from kitty_jax.pallas_kernels.pages import PageFormat
 from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages, write_records
 
 FMT = PageFormat(page=16, head_dim=32, boosted=4)
 POOL, HEADS = 5, 2
@@ -92,3 +92,5 @@ def test_what_does_not_fit_is_refused():
         store_value_pages(pool(FMT.value_words), keys[:, :, :12], ids, ids, FMT)
     with pytest.raises(ValueError, match="implementation must be one of auto, mosaic, xla, got 'cuda'"):
         store_key_pages(good, keys, ids, FMT, implementation="cuda")
+    with pytest.raises(ValueError, match=rf"records must be uint32\[2, 2, {FMT.key_words}\] for page_ids \[2\]"):
+        write_records(good, good[:1], ids)
