@@ -25,6 +25,7 @@ from kitty_jax.config import CacheConfig
 from kitty_jax.generate import prepare
 from kitty_jax.generate_loop import SamplingState, jit_advance, jit_init, jit_progress, jit_start, jit_vacate
 from kitty_jax.pallas_kernels.implementation import Implementation
+from kitty_jax.placement import to_host
 from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice, plan_prefill
 from kitty_jax.prompts import BUCKET, check_prompts, check_seeds, check_whole
 from kitty_jax.sampling import Sampler
@@ -230,7 +231,7 @@ class Engine:
                     run = jit_start(*self._start_arguments(run, piece), **self._start_options(piece))
                 until = schedule.until(self.chunk)
                 run = jit_advance(*self._advance_arguments(run, until, schedule.waiting), **self._kernels())
-                tokens, going = jax.device_get(jit_progress(run, schedule.seen(), size=self.chunk + 1))
+                tokens, going = to_host(jit_progress(run, schedule.seen(), size=self.chunk + 1))
                 pieces, vacant, refused = schedule.read(tokens, going)
                 if refused.any():
                     run = jit_resume(run, refused)

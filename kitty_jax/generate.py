@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.generate_loop import SamplingState, jit_advance, jit_init, jit_progress, jit_start
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
+from kitty_jax.placement import to_host
 from kitty_jax.prefill_plan import PREFILL_TOKENS, PromptSlice, plan_prefill, power_of_two
 from kitty_jax.prompts import BUCKET, Prompts, check_capacity, check_eos, check_prompts, check_seeds, check_whole
 from kitty_jax.sampling import Greedy, Sampler
@@ -175,7 +176,7 @@ class Generation:
         while going and first < self.max_new_tokens:
             size = min(chunk, self.max_new_tokens - first)
             run = self.advance(run, first + size)
-            tokens, going = jax.device_get(jit_progress(run, np.int32(first), size=size))
+            tokens, going = to_host(jit_progress(run, np.int32(first), size=size))
             tokens, going = tokens[: self.sequences], going.any()
             width = int((tokens >= 0).any(axis=0).sum())
             if width:
@@ -184,7 +185,7 @@ class Generation:
         self._result(run, keep_state=False)
 
     def _result(self, run: SamplingState, keep_state: bool) -> GenerateResult:
-        read = jax.device_get((run.tokens, run.num_new, run.finished, run.cache.exhausted))
+        read = to_host((run.tokens, run.num_new, run.finished, run.cache.exhausted))
         tokens, lengths, finished, exhausted = (x[: self.sequences] for x in read)
         result = GenerateResult(
             tokens[:, : self.max_new_tokens], lengths, finished, run.cache if keep_state or exhausted.any() else None

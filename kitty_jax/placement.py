@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
@@ -33,3 +34,10 @@ def on_mesh(mesh: Mesh | None, function: Callable, arguments: tuple, in_specs: t
     # Loops of the function run as long as their own part needs, which the check of replication cannot follow.
     split = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return split(*arguments)
+
+
+def to_host(tree: Any) -> Any:
+    """The arrays as numpy arrays. Where other hosts hold a part of them every host must call this, and gets all."""
+    if all(x.is_fully_addressable for x in jax.tree.leaves(tree)):
+        return jax.device_get(tree)
+    return multihost_utils.process_allgather(tree, tiled=True)

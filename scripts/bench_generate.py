@@ -3,6 +3,7 @@
     python scripts/bench_generate.py --json OUT.json --figure OUT.png
     python scripts/bench_generate.py --cache kitty-pro --cache full --baseline hf-dynamic --baseline hf-static
     python scripts/bench_generate.py --phases equal --equal-batch 32 --lengths 1024,32768 --equal-layers 24
+    python scripts/bench_generate.py --model-shape qwen3-32b --budget 130GB --fused --phases generate --limit 500
     python scripts/bench_generate.py --model-shape qwen3-0.6b --layers 2 --new 512 --quick --budget 1GB
 
 Weights are random, in the model's shape. Our caches (`full` is the bfloat16 one, with cuDNN's attention) run in JAX;
@@ -10,7 +11,8 @@ the Hugging Face ones need torch, the quantized one its backend as well. The bat
 the budget, and is then held against the measured peak memory, with fewer sequences if that is above the budget. Steps
 are timed at several lengths of states that are made at those lengths; trapezoids between them give the time of all
 steps. Every configuration is a process of its own with a time limit, and rows are printed, and saved, as they are
-measured.
+measured. A larger batch may fit with a smaller --reserve; most of the workspace is the prompt step's, which
+--prefill-tokens bounds. --plan says what would be tried and measures nothing.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from kitty_jax.config import CACHE_NAMES, cache_from_name
-from kitty_jax.memory import parse_bytes
-from kitty_jax.models.registry import CONFIG_NAMES, config_to_hf
+from kitty_jax.memory import format_bytes, parse_bytes
+from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_to_hf
+from kitty_jax.plan import KVPlan
+from kitty_jax.prompts import BUCKET
 from scripts.bench_generate_common import PHASES, Request
 from scripts.bench_generate_table import document, figure, tables, write_json
-from scripts.model_shapes import read_shape
+from scripts.model_shapes import read_shape, weight_shapes
 
 BASELINES = ("hf-dynamic", "hf-static", "hf-quantized")
 CHILDREN = {True: "bench_generate_hf.py", False: "bench_generate_ours.py"}
@@ -54,6 +58,13 @@ def main(argv: list[str] | None = None, run: Runner | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"bench_generate.py: {error}", file=sys.stderr)
         return 2
+    if options.plan:
+        try:
+            print("\n".join(planned(asked, request) for asked, request in requests))
+        except ValueError as error:
+            print(f"bench_generate.py: {error}", file=sys.stderr)
+            return 2
+        return 0
     rows: list[dict[str, Any]] = []
     deadline = time.monotonic() + options.total_limit
 
@@ -76,6 +87,23 @@ def main(argv: list[str] | None = None, run: Runner | None = None) -> int:
             print(f"bench_generate.py: no figure: {error}", file=sys.stderr)
             failed = True
     return int(failed)
+
+
+def planned(asked: str, request: Request) -> str:
+    """What the generation of a configuration would be, in a line; nothing is allocated."""
+    head = f"{request.method:<12} {asked:<4}"
+    if request.method in BASELINES:
+        return f"{head} finds its batch by trying"
+    config = config_from_hf(request.model)
+    memory = {"budget": request.budget, "weights": weight_shapes(config), "reserve": request.reserve}
+    sizes = {"length": request.capacity, **memory}
+    if request.batch is None:
+        plan = KVPlan.for_budget(config, request.method, **sizes)
+    else:
+        plan = KVPlan.for_batch(config, request.method, batch=request.batch, **sizes)
+    parts = {"weights": plan.weights, "cache": plan.parts["total"], "workspace": plan.workspace, "left": plan.free}
+    text = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    return f"{head} {plan.batch} sequences of {request.capacity:,} tokens: {text}"
 
 
 def attempts(
@@ -118,7 +146,10 @@ def run_process(request: Request, limit: float, python: str) -> Iterator[dict[st
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if "XLA_CLIENT_MEM_FRACTION" not in environment:
         environment.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    yield from read_rows([python, str(script), request.to_json()], limit, environment)
+    try:
+        yield from read_rows([python, str(script), request.to_json()], limit, environment)
+    except OSError as error:  # the others are measured all the same
+        yield {"kind": "error", "error": f"did not start: {error}"}
 
 
 def read_rows(command: list[str], limit: float, environment: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
@@ -136,8 +167,7 @@ def read_rows(command: list[str], limit: float, environment: dict[str, str] | No
         told = False
         try:
             for line in process.stdout:
-                if line.startswith("{"):
-                    row = json.loads(line)
+                if (row := _row(line)) is not None:
                     told = told or row["kind"] == "error"
                     yield row
             status = process.wait()
@@ -155,6 +185,15 @@ def read_rows(command: list[str], limit: float, environment: dict[str, str] | No
             yield {"kind": "error", "error": f"ended with status {status}: {text}"}
 
 
+def _row(line: str) -> dict[str, Any] | None:
+    """The row on a line of a child's output; None for whatever else libraries print."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "kind" in row else None
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="bench_generate.py", description=__doc__.split("\n\n")[0])
     add = made.add_argument
@@ -169,6 +208,7 @@ def parser() -> argparse.ArgumentParser:
     add("--prompt", type=int, default=64, help="prompt tokens (default: %(default)s)")
     add("--new", type=int, default=8192, help="new tokens (default: %(default)s)")
     add("--sample-lengths", type=_lengths, help="where to time the generation (default: 5 lengths of it)")
+    add("--prefill-tokens", type=int, default=8192, help="of our prompt steps, padding included (default: %(default)s)")
     add("--no-prefill", action="store_true", help="leave the prompt out: one compilation less")
     add("--equal-batch", type=int, default=32, help="batch of the equal phase (default: %(default)s)")
     add("--lengths", type=_lengths, default="1024,4096,8192", help="tokens of the equal phase (default: %(default)s)")
@@ -183,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
     add("--hf-python", default=sys.executable, help="the Python with torch and transformers (default: this one)")
     add("--limit", type=float, default=300, help="seconds for a configuration (default: %(default)s)")
     add("--total-limit", type=float, default=float("inf"), help="seconds for all of them (default: none)")
+    add("--plan", action="store_true", help="print what would be tried, and measure nothing")
     add("--json", type=Path, help="write everything here, again after every row")
     add("--figure", type=Path, help="draw memory and throughput by batch here (PNG)")
     return made
@@ -211,6 +252,10 @@ def plan_requests(options: argparse.Namespace) -> tuple[list[tuple[str, Request]
     for name in ("prompt", "new", "equal_batch", "steps", "repeats"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(options, name)}")
+    if options.prefill_tokens < BUCKET:
+        raise ValueError(f"--prefill-tokens must be {BUCKET} or more, got {options.prefill_tokens}")
+    if not 0 <= options.reserve < 1:
+        raise ValueError(f"--reserve is a fraction of the budget, from 0 up to but not 1, got {options.reserve}")
     if options.new <= options.steps * (options.repeats + 1):
         raise ValueError(f"--new {options.new} is too short for {options.repeats} windows of {options.steps} steps")
     caches = options.cache or ([] if options.baseline else ["kitty-pro", "full"])
@@ -233,6 +278,7 @@ def plan_requests(options: argparse.Namespace) -> tuple[list[tuple[str, Request]
         "repeats": min(options.repeats, 2) if options.quick else options.repeats,
         "reserve": options.reserve,
         "prefill": not options.no_prefill,
+        "prefill_tokens": options.prefill_tokens,
         "fused": options.fused,
         "compiled": options.hf_compile,
         "backend": options.hf_backend,

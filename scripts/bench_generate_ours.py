@@ -23,15 +23,12 @@ import numpy as np
 
 from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.models.registry import config_from_hf, random_model
-from kitty_jax.pallas_kernels.pages import LayerKV
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
 from kitty_jax.plan import KVPlan
 from kitty_jax.prefill_plan import plan_prefill
-from kitty_jax.state import FullLayer, KVState, init_state
+from kitty_jax.state import KVState, init_state
 from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
 from scripts.bench_generate_common import Request, in_order, run_child, spread
-
-PAGES, ROWS = 61, 4099  # different pages and rows of a layer; prime, so that they fall differently in every sequence
+from scripts.bench_state import random_state
 
 
 def measure(request: Request) -> Iterator[dict[str, Any]]:
@@ -71,7 +68,7 @@ def _generate(request: Request, model: FunctionalModel) -> Iterator[dict[str, An
     }
     loop = Loop(model, cache, plan.batch, capacity)
     yield {**loop.compile(), "batch": plan.batch}
-    prompts = Prompts(loop, request.prompt) if request.prefill else None
+    prompts = Prompts(loop, request.prompt, request.prefill_tokens) if request.prefill else None
     if prompts:
         yield {**prompts.compile(), "batch": plan.batch}
     loop.fill()
@@ -211,11 +208,11 @@ class Loop:
 class Prompts:
     """Prompt steps of all sequences of a loop's state, as ``generate`` cuts them."""
 
-    def __init__(self, loop: Loop, length: int):
+    def __init__(self, loop: Loop, length: int, budget: int):
         rng = np.random.default_rng(0)
         ids = rng.integers(0, loop.model.config.vocab_size, (loop.batch, length)).astype(np.int32)
         self.loop, self.length = loop, length
-        self.slices = plan_prefill(list(ids), range(loop.batch), batch=loop.batch)
+        self.slices = plan_prefill(list(ids), range(loop.batch), batch=loop.batch, budget=budget)
         self.run_slice = {}
 
     def compile(self) -> dict[str, Any]:
@@ -267,68 +264,6 @@ def compile_row(what: str, function, *arguments, **keywords) -> tuple[dict[str, 
     row = {"kind": "compile", "what": what, **dict(zip(names, np.diff(times).tolist(), strict=True))}
     analysis = compiled.memory_analysis()
     return row | ({"temp_bytes": analysis.temp_size_in_bytes} if analysis else {}), compiled
-
-
-def random_state(make) -> KVState:
-    """The state that ``make()`` gives, full of random numbers, made layer by layer without a second copy."""
-    empty = jax.eval_shape(make)
-    tables = jax.jit(lambda: dataclasses.replace(make(), layers=()))()
-    layers = []
-    for index, layer in enumerate(empty.layers):
-        layers.append(_random_layer(jax.random.key(index), _Static(layer)))
-        jax.block_until_ready(layers[-1])
-    whole = jax.tree.unflatten(jax.tree.structure(empty.layers), jax.tree.leaves(layers))
-    return dataclasses.replace(tables, layers=whole)
-
-
-class _Static:
-    """A layer's shapes as a static argument: equal for layers of equal shapes, whatever their numbers."""
-
-    def __init__(self, layer):
-        self.layer = layer
-        self.key = (
-            type(layer),
-            *((x.shape, x.dtype.name) for x in jax.tree.leaves(layer)),
-            getattr(layer, "config", 0),
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other) -> bool:
-        return self.key == other.key
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _random_layer(key: jax.Array, static: _Static):
-    layer = static.layer
-    keys = iter(jax.random.split(key, 16))
-    if isinstance(layer, FullLayer):
-        return FullLayer(*(_normal(next(keys), x) for x in (layer.keys, layer.values)))
-    kv, fmt = layer.kv, layer.kv.fmt
-    heads = kv.key_pages.shape[1]
-    page = (PAGES, heads, fmt.page, fmt.head_dim)
-    dtype = kv.tail_keys.dtype
-    ids = jnp.arange(PAGES, dtype=jnp.int32)
-    empty = (jnp.zeros((PAGES, *x.shape[1:]), x.dtype) for x in (kv.key_pages, kv.value_pages))
-    some_keys, some_values = (jax.random.normal(next(keys), page, jnp.float32).astype(dtype) for _ in range(2))
-    key_pages = store_key_pages(next(empty), some_keys, ids, fmt)
-    value_pages = store_value_pages(next(empty), some_values, jnp.zeros_like(ids), ids, fmt)
-    names = ("sink_keys", "sink_values", "tail_keys", "ring_values")
-    pool = jnp.arange(kv.key_pages.shape[0], dtype=jnp.int32) % PAGES
-    buffers = {name: _normal(next(keys), getattr(kv, name)) for name in names}
-    squares = None if layer.query_squares is None else jnp.abs(_normal(next(keys), layer.query_squares))
-    made = LayerKV(key_pages=key_pages[pool], value_pages=value_pages[pool], fmt=fmt, **buffers)
-    return dataclasses.replace(layer, kv=made, query_squares=squares)
-
-
-def _normal(key: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Random rows, the same ones again and again: drawing all would take several times the array's memory."""
-    if not like.size:
-        return jnp.zeros(like.shape, like.dtype)
-    rows = jax.random.normal(key, (ROWS, like.shape[-1]), jnp.float32).astype(like.dtype)
-    count = int(np.prod(like.shape[:-1], dtype=np.int64))
-    return rows[jnp.arange(count, dtype=jnp.int32) % ROWS].reshape(like.shape)
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -6,18 +6,18 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kitty_jax.models.registry import config_from_name, config_to_hf, random_model
-from kitty_jax.pallas_kernels.pages import split_record
+from kitty_jax.plan import KVPlan
 from kitty_jax.state import init_state, nbytes
 from kitty_jax.steps import functional
 from scripts import bench_generate as script
 from scripts import bench_generate_ours as ours
 from scripts.bench_generate_common import Request, generation_seconds, in_order, integrate, spread
 from scripts.bench_generate_table import document, equal_steps, figure, summarize, tables
+from scripts.model_shapes import weight_shapes
 
 TINY = dataclasses.replace(
     config_from_name("qwen3-0.6b"),
@@ -193,6 +193,72 @@ def test_a_process_gives_its_rows_until_it_is_stopped() -> None:
     assert rows == [{"kind": "sample"}, {"kind": "error", "error": "stopped at the time limit of 3 s"}]
 
 
+def test_what_libraries_print_is_no_row() -> None:
+    code = "print('{not json}'); print('{}'); print('[1]'); print('{\"kind\": \"start\"}')"
+    assert list(script.read_rows([sys.executable, "-c", code], 60)) == [{"kind": "start"}]
+
+
+CHILD = """
+import json, sys
+request = json.loads(sys.argv[1])
+batch = request["batch"] or 100
+print(json.dumps({"phase": "generate", "kind": "plan", "batch": batch, "sequence_bytes": 10, "layers": 2}))
+if request["method"] == "kitty":
+    sys.exit("died")
+peak = 1000 + 10 * (batch - 90)
+memory = {"peak_bytes": peak, "budget_bytes": 1000, "fits": peak <= 1000}
+print(json.dumps({"phase": "generate", "kind": "memory", **memory}))
+"""
+
+
+def test_processes_that_die_do_not_start_or_take_too_much(shape, tmp_path, monkeypatch, capsys) -> None:
+    """As `test_a_failure_loses_nothing_of_the_others` and the next, with real processes."""
+    child = tmp_path / "child.py"
+    child.write_text(CHILD)
+    monkeypatch.setattr(script, "CHILDREN", {False: str(child), True: str(child)})
+    out = tmp_path / "out.json"
+    arguments = f"--model-shape {shape} --cache kitty --cache full --baseline hf-static --json {out}"
+    assert script.main([*arguments.split(), "--hf-python", str(tmp_path / "no python")]) == 1
+    saved = json.loads(out.read_text())
+    kitty, full, static = saved["summary"]
+    assert "ended with status 1: died" in kitty["error"]
+    assert (full["batch"], full["fits"], full["complete"]) == (90, True, True)
+    assert [row["batch"] for row in saved["rows"] if row["method"] == "full" and row["kind"] == "plan"] == [100, 90]
+    assert "did not start" in static["error"]
+    printed = capsys.readouterr().out
+    assert "kitty did not finish" in printed
+    assert "hf-static did not finish" in printed
+
+
+@pytest.mark.slow
+def test_the_whole_command(shape, tmp_path, monkeypatch) -> None:
+    """Two caches of a tiny model, each measured by a process of its own."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    out = tmp_path / "out.json"
+    arguments = (
+        f"--model-shape {shape} --budget 2MB --prompt 40 --new 60 --quick --steps 2 --phases generate --json {out}"
+    )
+    assert script.main(arguments.split()) == 0
+    pro, full = json.loads(out.read_text())["summary"]
+    assert (pro["method"], full["method"]) == ("kitty-pro", "full")
+    assert pro["tokens_per_s"] > 0
+    assert full["tokens_per_s"] > 0
+
+
+def test_the_plan_alone(shape, capsys) -> None:
+    arguments = (
+        f"--model-shape {shape} --plan --budget 2MB --new 200 --cache kitty --baseline hf-static --batches max,3"
+    )
+    assert script.main(arguments.split(), lambda *_: pytest.fail("started")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plan = KVPlan.for_budget(TINY, "kitty", length=264, budget=2_000_000, weights=weight_shapes(TINY))
+    assert lines[0].startswith(f"kitty        max  {plan.batch} sequences of 264 tokens")
+    assert lines[1].startswith("kitty        3    3 sequences")
+    assert "by trying" in lines[2]
+    assert script.main(f"--model-shape {shape} --plan --budget 10KB".split()) == 2
+    assert "leaves nothing for the cache" in capsys.readouterr().err
+
+
 def test_a_process_that_dies_says_why() -> None:
     code = "import sys; print('{\"kind\": \"sample\"}'); sys.exit('no such thing')"
     first, last = script.read_rows([sys.executable, "-c", code], 60)
@@ -218,6 +284,8 @@ def test_a_child_refuses_in_a_row(tmp_path) -> None:
         ("--batches 0", "--batches takes numbers and max"),
         ("--new 10", "--new 10 is too short"),
         ("--steps 0", "--steps must be 1 or more"),
+        ("--prefill-tokens 63", "--prefill-tokens must be 64 or more, got 63"),
+        ("--reserve 1", "--reserve is a fraction of the budget"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys) -> None:
@@ -238,6 +306,7 @@ GENERATE = ("plan", "compile", "compile", "prefill", "memory", "sample", "sample
 )
 def test_a_tiny_model_from_budget_to_table(cache, phases, kinds, shape, tmp_path, capsys) -> None:
     arguments = f"--model-shape {shape} --budget 2MB --prompt 40 --new 200 --quick --steps 2 --equal-batch 2"
+    arguments += " --prefill-tokens 64" if cache == "kivi2" else ""  # a sequence at a time
     options = f"{arguments} --lengths 170 --cache {cache} --phases {phases} --json {tmp_path / 'out'}".split()
     assert script.main(options, lambda request, limit, python: ours.measure(request)) == 0
     made = json.loads((tmp_path / "out").read_text())
@@ -284,19 +353,9 @@ def test_windows_over_a_page_change_the_pages_and_others_do_not(loop) -> None:
     assert not any(np.array_equal(a, b) for a, b in zip(before, pages(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["full", "kivi2", "kitty_pro", "kitty_plus"])
-def test_a_random_state_is_a_sane_state(name) -> None:
-    def make():
-        return init_state(name, TINY, batch=2, capacity=500)
-
-    made, real = ours.random_state(make), make()
-    assert jax.tree.structure(made) == jax.tree.structure(real)
-    assert nbytes(made) == nbytes(real)
-    assert jnp.array_equal(made.page_table, real.page_table)
-    for layer in made.layers:
-        for x in (np.asarray(leaf) for leaf in jax.tree.leaves(layer) if leaf.size):
-            assert x.dtype == np.uint32 or np.isfinite(x.astype(np.float32)).all()
-            assert (x != 0).mean() > 0.9
-        if name != "full":
-            scales = np.asarray(split_record(layer.kv.key_pages, layer.kv.fmt.key_parts)["scale"])
-            assert ((scales > 0) & (scales < 10)).all()
+@pytest.mark.parametrize("budget, steps", [(64, 3), (128, 2), (8192, 1)])
+def test_the_prompt_in_steps_of_a_budget(loop, budget, steps) -> None:
+    prompts = ours.Prompts(loop, 40, budget)
+    assert len(prompts.slices) == steps
+    assert all(piece.tokens.size <= max(budget, 64) for piece in prompts.slices)
+    assert sum(int(piece.lengths.sum()) for piece in prompts.slices) == 3 * 40
