@@ -153,6 +153,8 @@ def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple
     for layer in range(layers):
         candidates = np.full((len(boosts), room + 1), np.inf)
         for option, weight in enumerate(weights):
+            if weight > room:
+                continue
             candidates[option, weight:] = best[: room + 1 - weight] + costs[layer, option]
         choice[layer], best = candidates.argmin(0), candidates.min(0)
     out, left = [], room

@@ -140,10 +140,11 @@ def cell_of_samples(task: Task, repeats: Sequence[Mapping[str, Any]]) -> Cell:
 
 
 def mean_cell(cells: Sequence[Cell]) -> Cell:
-    """The mean over tasks, whose items are independent: the intervals' half widths add up in squares."""
+    """The mean over tasks, whose items are independent: the distances to the intervals' ends add up in squares."""
     mean = sum(c.accuracy for c in cells) / len(cells)
-    half = math.sqrt(sum(((c.interval[1] - c.interval[0]) / 2) ** 2 for c in cells)) / len(cells)
-    return Cell(mean, (mean - half, mean + half), sum(c.items for c in cells), sum(c.answers for c in cells))
+    below = math.hypot(*(c.accuracy - c.interval[0] for c in cells)) / len(cells)
+    above = math.hypot(*(c.interval[1] - c.accuracy for c in cells)) / len(cells)
+    return Cell(mean, (mean - below, mean + above), sum(c.items for c in cells), sum(c.answers for c in cells))
 
 
 def markdown(table: Table, cells: Mapping[tuple[str, str], Cell | None], paper: str | None = None) -> str:

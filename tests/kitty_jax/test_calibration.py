@@ -70,6 +70,12 @@ def test_an_allocation_is_the_best_there_is():
         assert sum(costs[layer, options.index(b)] for layer, b in enumerate(got)) == pytest.approx(best)
 
 
+def test_an_option_beyond_what_all_layers_share_is_left_out():
+    # Two layers at a mean of 1/8 share two units of 1/8; the last two options are three and four.
+    costs = np.array([[9.0, 8, 7, 0, 0], [9, 5, 1, 0, 0]])
+    assert allocate(costs, [0, 0.125, 0.25, 0.375, 0.5], 0.125) == (0, 0.25)
+
+
 def test_a_budget_below_every_option_is_refused():
     with pytest.raises(ValueError, match=r"mean boost of 0\.1 is less than the least option"):
         allocate(np.ones((3, 2)), [0.25, 0.5], 0.1)

@@ -133,13 +133,17 @@ def test_the_reference_table_of_smollm2(smollm2_path, essays_text, tmp_path):
     """Against an independent simulation (float32 model, float16 scale and min) of the same 2,048 tokens."""
     (tmp_path / "essays.txt").write_bytes(essays_text.encode())
     tokens = read_tokens(smollm2_path, tmp_path / "essays.txt", 2048)
-    wanted = {
+    wanted = {  # KL, and the attention error where that simulation has one
+        "kivi2": (0.464, None),
         "kivi2_sink": (0.249, 0.270),
+        "k2v4": (0.225, None),
         "kitty": (0.080, 0.187),
         "kitty_pro": (0.041, 0.148),
         "k4v2": (0.0122, 0.085),
+        "kivi4": (0.0065, None),
     }
     got = evaluate_text(load_model(smollm2_path), tokens, {name: name for name in wanted})
     for name, (kl, error) in wanted.items():
-        assert np.mean(got[name]["attn_rel_err"]) == pytest.approx(error, abs=0.002), name
+        if error is not None:
+            assert np.mean(got[name]["attn_rel_err"]) == pytest.approx(error, abs=0.002), name
         assert got[name]["kl"] == pytest.approx(kl, rel=0.1), name

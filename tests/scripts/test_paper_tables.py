@@ -151,6 +151,15 @@ def test_samples_without_the_metric_are_refused(tmp_path, capsys):
 def test_the_interval_of_a_mean_is_narrower_than_its_parts():
     cells = [cell_of({i: [i % 2] for i in range(100)}), cell_of({i: [i % 4 == 0] for i in range(100)})]
     mean = mean_cell(cells)
-    widths = [c.interval[1] - c.interval[0] for c in (*cells, mean)]
+    below = [c.accuracy - c.interval[0] for c in (*cells, mean)]
+    above = [c.interval[1] - c.accuracy for c in (*cells, mean)]
     assert mean.accuracy == pytest.approx(0.375)
-    assert widths[2] == pytest.approx(((widths[0] / 2) ** 2 + (widths[1] / 2) ** 2) ** 0.5)
+    assert below[2] == pytest.approx((below[0] ** 2 + below[1] ** 2) ** 0.5 / 2)
+    assert above[2] == pytest.approx((above[0] ** 2 + above[1] ** 2) ** 0.5 / 2)
+
+
+def test_the_mean_of_one_task_is_that_task():
+    cell = cell_of({i: [0] for i in range(20)})  # none right: the interval begins at 0, not below
+    mean = mean_cell([cell])
+    assert mean.interval == pytest.approx(cell.interval)
+    assert mean.interval[0] == pytest.approx(0, abs=1e-12)
