@@ -26,8 +26,9 @@ demo: $(VENV)/.installed
 test: lint
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
+# Here programs are compiled as a user's are, with LLVM's optimizer (see tests/conftest.py).
 test-all: lint
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -22,7 +22,7 @@ from kitty_jax.flash import causal_attention, cudnn_takes, masked_attention
 from kitty_jax.history import attend_history, wants_history
 from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.pallas_kernels.insert import ordered
+from kitty_jax.pallas_kernels.insert import not_before, ordered
 from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.rotation import rotate
 from kitty_jax.state import FullLayer, Layer, QuantizedLayer
@@ -77,10 +77,12 @@ def _on_devices(attend, step: Step, layer: Layer, q: Array, k: Array, v: Array) 
 
 
 def _attend_fresh(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
-    return causal_attention(q, k, v), _append(step, layer, q, k, _turn(layer, v))
+    step = _in_turn(step, k)
+    return _written(causal_attention(q, k, v), _append(step, layer, q, k, _turn(layer, v)))
 
 
 def _attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
+    step = _in_turn(step, k)
     if isinstance(layer, FullLayer):
         layer = _append(step, layer, q, k, v)
         own = take_rows(layer, step.rows)
@@ -89,7 +91,16 @@ def _attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tup
     attend = attend_history if wants_history(q, k) else decode_attention
     kv = take_rows(layer, step.rows).kv
     out = attend(q, k, v, kv, step.page_table, step.lengths, step.num_new, implementation=step.implementation)
-    return _turn(layer, out), _append(step, layer, q, ordered(k, out), ordered(v, out))
+    return _written(_turn(layer, out), _append(step, layer, q, ordered(k, out), ordered(v, out)))
+
+
+def _in_turn(step: Step, k: Array) -> Step:
+    """The step, with what its reads of the cache hang on not computable before ``k``.
+
+    XLA would read the buffers of all layers when the program begins, and hold what it read.
+    """
+    rows = None if step.rows is None else not_before(step.rows, [k])
+    return dataclasses.replace(step, lengths=not_before(step.lengths, [k]), rows=rows)
 
 
 def _attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
@@ -106,6 +117,11 @@ def _attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tup
 def _turn(layer: Layer, x: Array) -> Array:
     """Values into the layer's basis, or attention outputs back from it (the rotation is its own inverse)."""
     return rotate(x) if isinstance(layer, QuantizedLayer) and layer.config.rotate_values else x
+
+
+def _written(out: Array, layer: Layer) -> tuple[Array, Layer]:
+    """Both; the model goes on with ``out`` once the layer is written, so that what it is written from can go."""
+    return not_before(out, jax.tree.leaves(layer)), layer
 
 
 def _append(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> Layer:

@@ -280,7 +280,7 @@ def append_chunk(
         index = jnp.clip(token - lengths[:, None], 0, t.shape[0] - 1)
         return jnp.where(new[:, None, :, None], jnp.take_along_axis(x, index[:, None, :, None], axis=2), buffer)
 
-    key_pool, value_pool = kv.key_pages, kv.value_pages
+    key_pool, value_pool, read = kv.key_pages, kv.value_pages, []
     # A partial page of up to G - 1 old tokens, or the values that the window still held, plus T new ones.
     pages = min((t.shape[0] + g - 1) // g, page_table.shape[1])
     sums = squares = layer.query_squares
@@ -291,14 +291,17 @@ def append_chunk(
         page = k0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, k1).reshape(-1)
         filled = gather(keys, kv.tail_keys, k0 * g, pages)
+        read.append(filled)
         key_pool = _store_keys(layer, filled, ids, page.reshape(-1), sums, implementation)
         page = v0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, v1).reshape(-1)
         filled = gather(values, kv.ring_values, v0 * g, pages)
+        read.append(filled)
         shrink, starts = layer.config.value_shrink, jnp.zeros_like(ids)
         value_pool = store_value_pages(
             value_pool, filled, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
         )
+    keys, values = (insert.not_before(x, read) for x in (keys, values))  # buffers are written where they are
     kv = dataclasses.replace(
         kv,
         key_pages=key_pool,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
@@ -48,6 +49,17 @@ def ordered(x: Array, after: Array) -> Array:
     """
     own = after.reshape(*x.shape[:3], -1)[..., :1]
     return jnp.where(zero(own) == 0, x, jnp.zeros_like(x))
+
+
+def not_before(x: Array, others: Sequence[Array]) -> Array:
+    """``x``, unchanged, but not computable before ``others`` are.
+
+    For the order of a model's layers: nothing else makes XLA finish with one layer's cache before it turns to the next
+    one's, and what it reads early or writes late takes memory meanwhile, for all layers.
+    """
+    marks = [zero(y[(0,) * y.ndim]) for y in others if y.size]
+    first = (0,) * x.ndim
+    return x.at[first].set(jnp.where(sum(marks, jnp.int32(0)) == 0, x[first], 0)) if x.size else x
 
 
 def zero(x: Array) -> Array:

@@ -15,6 +15,7 @@ from kitty_jax.models.registry import random_model
 from kitty_jax.models.rope import RopeConfig
 from kitty_jax.state import init_state
 from kitty_jax.steps import decode_step, functional, prefill
+from kitty_jax.update import flush
 
 MODEL = DecoderConfig(
     family="qwen3",
@@ -114,6 +115,15 @@ def test_a_copy_would_be_found():
     pool = jnp.zeros((POOL, 1, 148), jnp.uint32)
     text = jax.jit(careless, donate_argnums=0).lower(pool, jnp.int32(3)).compile().as_text()
     assert _copies(text, _shapes([pool]))
+
+
+def test_a_step_that_fills_no_page_quantizes_none():
+    """Only the loop over due pages reads the buffers: XLA moves what such a loop could do once in front of it, where
+    every step would do it."""
+    text = jax.jit(flush).lower(_state(), jnp.zeros(BATCH, jnp.int32)).compile().as_text()
+    entry = [x for x in text[text.index("\nENTRY") :].splitlines() if re.search("%[^ ]*(tail_keys|ring_values)", x)]
+    assert sum(" parameter(" in x for x in entry) == 2 * MODEL.num_layers
+    assert [x[:150] for x in entry if not re.search(r" (?:parameter|tuple|copy)\(", x)] == []
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

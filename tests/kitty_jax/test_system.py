@@ -2,6 +2,7 @@
 that grows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ from kitty_jax.pool import release
 from kitty_jax.prefill_plan import plan_prefill
 from kitty_jax.sampling import Sampling
 from kitty_jax.state import KVShape, init_state
-from kitty_jax.steps import decode_step, functional
+from kitty_jax.steps import decode_step, functional, prefill
 from tests.kitty_jax.generate_cases import VOCAB, small_cache, tiny_model
-from tests.kitty_jax.test_donation import _copies, _pools, _shapes
+from tests.kitty_jax.test_donation import MODEL, _copies, _pools, _shapes
 
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, n).tolist() for i, n in enumerate((150, 3, 70, 33))]
 
@@ -56,6 +57,24 @@ def test_the_workspace_of_a_piece_does_not_grow_with_its_history():
     short, long = workspace(HISTORY_PAGES), workspace(32 * HISTORY_PAGES)
     assert long < 1.1 * short + 16 * 32 * HISTORY_PAGES  # the page table itself
     assert long < 32 * HISTORY_PAGES * 16 * 2 * 16 * 4  # all keys in float32
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_the_workspace_of_prompts_does_not_grow_with_the_layers(some):
+    """XLA would read all layers' buffers at first, and write them at last. A layer's new keys or values may stay."""
+    rows = 12 if some else 24
+
+    def workspace(layers: int) -> int:
+        model = functional(random_model(dataclasses.replace(MODEL, num_layers=layers)))
+        make = lambda: init_state("kitty_pro", model.config, batch=24, capacity=512)  # noqa: E731
+        of = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((*of.shape, 64), jnp.int32)
+        run = jax.jit(functools.partial(prefill, fresh=True), donate_argnums=1)
+        lowered = run.lower(model, jax.eval_shape(make), tokens, of, rows=of if some else None)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    tail = rows * 128 * 16 * 4  # bytes of the smallest buffer but the sink's
+    assert workspace(5) - workspace(2) < 3 * tail
 
 
 def test_a_sequence_that_found_no_page_goes_on_when_there_is_one():
