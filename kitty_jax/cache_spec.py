@@ -1,9 +1,10 @@
-"""A cache as one word, for command lines and tables: a name, with changes to its fields where there are any."""
+"""A cache as one word, for command lines and tables: a name, perhaps with changes to its fields, or a file."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+from pathlib import Path
 
 from kitty_jax.config import CacheConfig, cache_from_name
 
@@ -25,6 +26,20 @@ def cache_from_spec(spec: str) -> CacheConfig:
             raise ValueError(f"{spec!r}: wanted FIELD=VALUE with a field of {', '.join(known)}, got {change!r}")
         fields[field] = _value(value, as_tuple="/" in value or known[field].startswith("tuple"))
     return cache_from_name(name, **fields)
+
+
+def caches_from_spec(spec: str) -> CacheConfig | tuple[CacheConfig, ...]:
+    """What :func:`cache_from_spec` takes, or ``@FILE``: one config per layer, as :func:`.calibration.save_caches` (or
+    ``scripts/calibrate.py``) wrote them.
+
+    Raises:
+        ValueError, OSError: see :func:`cache_from_spec` and :func:`.calibration.load_caches`.
+    """
+    if not spec.startswith("@"):
+        return cache_from_spec(spec)
+    from kitty_jax.calibration import load_caches
+
+    return load_caches(Path(spec[1:]))
 
 
 def _value(text: str, as_tuple: bool):

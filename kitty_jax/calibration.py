@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 import jax
@@ -28,6 +30,8 @@ from kitty_jax.metrics import compare_hidden, relative_error
 from kitty_jax.pallas_kernels.quantize import channel_scores, dequantize_keys, quantize_keys
 from kitty_jax.query_statistic import squared_queries
 from kitty_jax.simulation import SimulatedLayer, simulated_attention, simulated_caches, timed_attention
+
+STEPS = 1024  # of the channels: boosts to choose from are multiples of such a fraction, or of a larger one
 
 
 def key_scores(model, tokens: Array, cache: CacheConfig) -> np.ndarray:
@@ -98,10 +102,18 @@ def layer_costs(
         tokens: int32 [T], more than ``start``.
         boosts: fractions of the channels, the options.
         start: first position of the averages.
+
+    Raises:
+        ValueError: the text is so short that no position from ``start`` on sees a quantized page.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
     if tokens.shape[0] <= start + 1:
         raise ValueError(f"wanted a text of more than start + 1 = {start + 1} tokens, got {tokens.shape[0]}")
+    if tokens.shape[0] <= cache.sink + cache.page:
+        raise ValueError(
+            f"wanted a text of more than sink + page = {cache.sink + cache.page} tokens, got {tokens.shape[0]}: no "
+            "position sees a quantized page, so nothing can be said of its cost"
+        )
     layers = model.config.num_layers
     positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
     options = (*with_boosts(cache, boosts), cache)
@@ -115,7 +127,8 @@ def layer_costs(
         alone = [CacheConfig.full()] * layers
         alone[layer] = cache
         hidden, _ = model(tokens[None], positions, simulated_caches(alone, layers), _simulate)
-        weights.append(compare_hidden(model, full[0], hidden[0], tokens, start)["kl"] / squares[layer, -1])
+        kl, square = compare_hidden(model, full[0], hidden[0], tokens, start)["kl"], squares[layer, -1]
+        weights.append(kl / square if square else 0.0)  # a layer without error costs nothing
     return squares[:, :-1] * np.array(weights)[:, None]
 
 
@@ -133,18 +146,27 @@ def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple
 
     Args:
         costs: [L, options], from :func:`layer_costs`.
-        boosts: the options, whole multiples of one unit (1/8 of the channels, say), in any order.
+        boosts: the options, fractions from 0 to 1, whole multiples of a common step (1/8, say) of 1/1024 or more, in
+            any order.
         budget: the mean boost to keep to.
 
     Raises:
-        ValueError: no choice keeps to the budget, or the options are no multiples of their smallest difference.
+        ValueError: no choice keeps to the budget, the options have no common step, or the costs are no finite numbers
+            for each layer and option.
     """
     costs, boosts = np.asarray(costs, np.float64), [float(b) for b in boosts]
+    if costs.ndim != 2 or not costs.size or costs.shape[1] != len(boosts):
+        raise ValueError(f"costs must be [layers, options], with {len(boosts)} options, got shape {costs.shape}")
+    if not np.isfinite(costs).all():
+        layer, option = np.argwhere(~np.isfinite(costs))[0]
+        raise ValueError(
+            f"costs must be finite, got {costs[layer, option]} for layer {layer} and boost {boosts[option]}; was the "
+            "text long enough, and the model's output finite?"
+        )
+    if not math.isfinite(budget):
+        raise ValueError(f"the mean boost must be a finite number, got {budget}")
     layers = len(costs)
-    unit = min((abs(a - b) for a in boosts for b in boosts if a != b), default=max(boosts)) or 1.0
-    weights = [round(b / unit) for b in boosts]
-    if any(abs(w * unit - b) > 1e-9 for w, b in zip(weights, boosts, strict=True)):
-        raise ValueError(f"boosts must be whole multiples of their smallest difference, got {boosts}")
+    unit, weights = _steps(boosts)
     room = int(np.floor(budget * layers / unit + 1e-9))
     if room < layers * min(weights):
         raise ValueError(f"a mean boost of {budget} is less than the least option, {min(boosts)}")
@@ -162,6 +184,19 @@ def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple
         out.append(boosts[choice[layer, left]])
         left -= weights[choice[layer, left]]
     return tuple(reversed(out))
+
+
+def _steps(boosts: list[float]) -> tuple[float, list[int]]:
+    """The greatest step that all are whole multiples of, and how many of it each is."""
+    if not all(0 <= b <= 1 for b in boosts):
+        raise ValueError(f"boosts are fractions of the channels from 0 to 1, got {boosts}")
+    fractions = [Fraction(b).limit_denominator(STEPS) for b in boosts]
+    parts = math.lcm(*(f.denominator for f in fractions))
+    if parts > STEPS or any(abs(float(f) - b) > 1e-9 for f, b in zip(fractions, boosts, strict=True)):
+        raise ValueError(f"boosts must be whole multiples of a common step of 1/{STEPS} or more, got {boosts}")
+    counts = [int(f * parts) for f in fractions]
+    step = math.gcd(*counts) or parts
+    return step / parts, [count // step for count in counts]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -205,12 +240,22 @@ def load_caches(path: Path) -> tuple[CacheConfig, ...]:
     """What :func:`save_caches` wrote.
 
     Raises:
-        ValueError: the file is of another kind.
+        ValueError: the file is of another kind, or a layer's fields are no cache; the message names the file and layer.
     """
+    wanted = 'wanted {"layers": [fields of CacheConfig, ...]}, as calibrate.py writes'
     try:
-        layers = json.loads(path.read_text())["layers"]
-        return tuple(CacheConfig(**layer) for layer in layers)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f'{path}: wanted {{"layers": [fields of CacheConfig, ...]}}, as calibrate.py writes'
-        ) from error
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{path}: {wanted}; {error}") from error
+    layers = value.get("layers") if isinstance(value, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{path}: {wanted}, for one layer or more; got {json.dumps(value):.60}")
+    caches = []
+    for number, fields in enumerate(layers):
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}, layer {number}: {wanted}; got {json.dumps(fields):.60}")
+        try:
+            caches.append(CacheConfig(**fields))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, layer {number}: {error}") from error
+    return tuple(caches)

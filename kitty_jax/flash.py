@@ -49,8 +49,15 @@ def _masked_block(q: Array, k: Array, v: Array, first: Array) -> Array:
     logits = jnp.einsum("btkqd,bxkd->bkqtx", grouped, k, preferred_element_type=jnp.float32, **exact) * d**-0.5
     seen = jnp.arange(k.shape[1]) <= (first[:, None] + jnp.arange(t))[:, :, None]  # [B, T, X]
     weights = jax.nn.softmax(jnp.where(seen[:, None, None], logits, -1e30), axis=-1).astype(v.dtype)
+    v = _seen_alone(v, seen)
     out = jnp.einsum("bkqtx,bxkd->btkqd", weights, v, preferred_element_type=jnp.float32, **exact)
     return out.reshape(b, t, n, d).astype(q.dtype)
+
+
+def _seen_alone(v: Array, seen: Array) -> Array:
+    """v [B, X, K, D] with zeros where no query sees the key (``seen`` bool [B or 1, T, X]): an earlier sequence may
+    have left a NaN there, which a weight of zero does not take away."""
+    return jnp.where(jnp.any(seen, axis=1)[:, :, None, None], v, 0)
 
 
 def partial_flash(q: Array, k: Array, v: Array, visible: Array | None) -> Partial:
@@ -108,6 +115,7 @@ def _partial_xla(q: Array, k: Array, v: Array, visible: Array | None) -> Partial
     logits = jnp.where(seen[:, :, None, None], logits, MASKED)
     m = jnp.max(logits, axis=-1)
     p = jnp.where(seen[:, :, None, None], jnp.exp(logits - m[..., None]), 0)
+    v = _seen_alone(v, seen)
     out = jnp.einsum("btkqx,bxkd->btkqd", p, v, precision="highest")
     return Partial(out.reshape(b, t, n, d), m.reshape(b, t, n), jnp.sum(p, axis=-1).reshape(b, t, n))
 

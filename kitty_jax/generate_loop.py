@@ -19,7 +19,7 @@ from kitty_jax.placement import constrain_to, partition_specs
 from kitty_jax.pool import fork, release
 from kitty_jax.sampling import Sampler, row_keys, step_keys
 from kitty_jax.state import KVShape, KVState, init_state
-from kitty_jax.steps import FunctionalModel, decode_step, prefill
+from kitty_jax.steps import FunctionalModel, decode_step, of_rows, prefill
 
 NO_TOKEN = -1  # fills the places of ``tokens`` after a sequence's end
 
@@ -129,6 +129,9 @@ def start(
             own first token. Static.
         implementation: for the operations on pages. Static.
     """
+    # The rest of a prompt of which a piece found no page would stand in its place.
+    refused = run.cache.exhausted if rows is None else of_rows(run.cache, run.cache.exhausted, rows)
+    lengths = jnp.where(refused, 0, lengths)
     logits, cache = prefill(model, run.cache, tokens, lengths, rows=rows, fresh=fresh, implementation=implementation)
     batch, groups = cache.batch, cache.groups
     own = batch // groups

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from kitty_jax.config import CacheConfig, layer_configs
@@ -36,7 +39,8 @@ class KVPlan:
     * ``budget``: bytes of one device's memory that may be used.
     * ``weights``: bytes of the model's weights, or a pytree of arrays or ``ShapeDtypeStruct``s. A leaf with a
       ``NamedSharding`` counts as what one device holds of it; all else is divided by ``model``.
-    * ``reserve``: fraction of the budget to keep free as workspace, by default 0.1; or ``workspace``: the bytes.
+    * ``reserve``: fraction of the budget to keep free as workspace, by default 0.1; or ``workspace``: the bytes. Not
+      both.
     * ``data``, ``model``: the mesh. Sequences and their pages are divided by ``data``, KV heads by ``model``.
 
     Attributes:
@@ -76,6 +80,10 @@ class KVPlan:
         base = _empty_plan(shape, cache, **memory)
         check_whole("batch", batch, 1)
         check_whole("length", length, 1)
+        batch, length = int(batch), int(length)
+        if pool_pages is not None:
+            check_whole("pool_pages", pool_pages, 1)
+            pool_pages = int(pool_pages)
         for name, size in (("batch", batch), ("pool_pages", pool_pages or 0)):
             if size % base.data:
                 raise ValueError(f"{name} must be a multiple of the mesh's {base.data} 'data' places, got {size}")
@@ -109,7 +117,8 @@ class KVPlan:
         if base.room <= 0:
             least = base.weights + base.workspace
             if memory.get("workspace") is None:  # a larger budget keeps more free
-                least = round(base.weights / (1 - memory.get("reserve", RESERVE)))
+                reserve = memory.get("reserve")
+                least = round(base.weights / (1 - (RESERVE if reserve is None else reserve)))
             raise ValueError(
                 f"a budget of {format_bytes(budget)} leaves nothing for the cache: the weights on one device take "
                 f"{format_bytes(base.weights)} and {format_bytes(base.workspace)} are kept free as workspace; give "
@@ -117,7 +126,7 @@ class KVPlan:
             )
         if length is not None:
             check_whole("length", length, 1)
-            plan = functools.partial(dataclasses.replace, base, length=length)
+            plan = functools.partial(dataclasses.replace, base, length=int(length))
             one, two = (plan(batch=n * base.data).parts["total"] for n in (1, 2))
             guess = 1 + (base.room - one) // max(two - one, 1)
             best = _largest(lambda n: plan(batch=n * base.data).fits, guess)
@@ -126,7 +135,7 @@ class KVPlan:
             check_whole("batch", batch, 1)
             if batch % base.data:
                 raise ValueError(f"batch must be a multiple of the mesh's {base.data} 'data' places, got {batch}")
-            plan = functools.partial(dataclasses.replace, base, batch=batch)
+            plan = functools.partial(dataclasses.replace, base, batch=int(batch))
             far = 64 * max([c.page for c in base.caches if c.quantized], default=128)
             near, later = (plan(length=n).parts["total"] for n in (far, 2 * far))
             guess = far + (base.room - near) * far // max(later - near, 1)
@@ -150,10 +159,16 @@ class KVPlan:
         each is as large as the place with most pages needs.
 
         Raises:
-            ValueError: no lengths, or lengths below 1.
+            ValueError: no lengths, lengths below 1, or something else than a sequence of them.
         """
         base = _empty_plan(shape, cache, **memory)
-        if not len(lengths):
+        try:
+            lengths = list(lengths)
+        except TypeError as error:
+            raise ValueError(
+                f"lengths must be a sequence with the tokens of each request, got {lengths!r}; a single one is [tokens]"
+            ) from error
+        if not lengths:
             raise ValueError("no requests: lengths must hold the tokens of each")
         for i, n in enumerate(lengths):
             check_whole(f"the length of request {i}", n, 1)
@@ -250,7 +265,7 @@ def _empty_plan(
     *,
     budget: int | None = None,
     weights: Any = 0,
-    reserve: float = RESERVE,
+    reserve: float | None = None,
     workspace: int | None = None,
     data: int = 1,
     model: int = 1,
@@ -262,30 +277,46 @@ def _empty_plan(
         raise ValueError(f"{shape.num_kv_heads} KV heads cannot be split over a 'model' axis of {model}")
     if budget is not None:
         check_whole("budget (bytes of one device)", budget, 1)
-    if not 0 <= reserve < 1:
-        raise ValueError(f"reserve is the fraction of the budget to keep free, from 0 up to but not 1, got {reserve!r}")
+    if reserve is not None and workspace is not None:
+        raise ValueError(
+            "reserve and workspace both say what to keep free: give the fraction or the bytes, got "
+            f"reserve={reserve!r} and workspace={workspace!r}"
+        )
+    reserve = RESERVE if reserve is None else reserve
+    if isinstance(reserve, bool) or not isinstance(reserve, numbers.Real) or not 0 <= reserve < 1:
+        raise ValueError(
+            f"reserve is the fraction of the budget to keep free, a number from 0 up to but not 1, got {reserve!r}"
+        )
     if workspace is None:
-        workspace = round((budget or 0) * reserve)
+        workspace = round((budget or 0) * float(reserve))
     check_whole("workspace (bytes)", workspace, 0)
     whole = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, jnp.dtype(shape.dtype))
     caches = layer_configs(cache, shape.num_layers)
     held = _weight_bytes(weights, model)
-    return KVPlan(whole, caches, data, 1, None, 0, budget, held, int(workspace), data, model)
+    budget = None if budget is None else int(budget)
+    return KVPlan(whole, caches, int(data), 1, None, 0, budget, held, int(workspace), int(data), int(model))
 
 
 def _weight_bytes(weights: Any, model: int) -> int:
     """Bytes of the weights on one device."""
-    if isinstance(weights, (int, float)):
+    if isinstance(weights, np.ndarray) and not weights.ndim:
+        weights = weights[()]
+    if isinstance(weights, (numbers.Number, np.generic)):  # a NumPy number has a shape, but is no array of weights
         check_whole("weights (bytes)", weights, 0)
-        return -(-weights // model)
+        return -(-int(weights) // int(model))
     whole = split = 0
-    for leaf in jax.tree.leaves(weights):
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        if isinstance(leaf, np.generic) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            where = f" at {jax.tree_util.keystr(path)}" if path else ""
+            raise ValueError(
+                "weights must be a number of bytes, or a pytree of arrays or jax.ShapeDtypeStruct, whose leaves have a "
+                f"shape and a dtype; got {leaf!r:.80}{where}"
+            )
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding):
-            split += jax.ShapeDtypeStruct(sharding.shard_shape(leaf.shape), leaf.dtype).size * leaf.dtype.itemsize
-        else:
-            whole += leaf.size * leaf.dtype.itemsize
-    return split - (-whole // model)
+        named = isinstance(sharding, NamedSharding)
+        size = math.prod(sharding.shard_shape(leaf.shape) if named else leaf.shape) * leaf.dtype.itemsize
+        split, whole = (split + size, whole) if named else (split, whole + size)
+    return split - (-whole // int(model))
 
 
 def _of_heads(config: CacheConfig, heads: int) -> CacheConfig:

@@ -80,7 +80,9 @@ def fork(state: KVState, source: Array, target: Array) -> KVState:
     """Makes sequences ``target`` int32 [X] copies of sequences ``source`` int32 [X], which share their pages.
 
     Full pages never change, so only the page table and the full-precision buffers are copied (in a full-precision cache
-    the tokens themselves). What a target held before is released. A target that is not from 0 to B - 1 is passed over.
+    the tokens themselves). What a target held before is released. All sources are read before any target changes, so a
+    sequence may be both (a swap, the reordering of a beam). An entry whose source or target is not from 0 to B - 1 is
+    passed over; of several with one target, one counts.
 
     Raises:
         ValueError: a quantized state without a page pool, in which every sequence owns fixed pages, or one on a mesh
@@ -93,20 +95,25 @@ def fork(state: KVState, source: Array, target: Array) -> KVState:
         raise ValueError("fork shares pages and needs a page pool: make the state with init_state(..., pool_pages=M)")
     if state.groups > 1:
         raise ValueError(f"fork takes a mesh with one place on 'data', got {state.groups}")
-    batch = state.batch
-    target = jnp.where((target >= 0) & (target < batch), target, batch)
-    state = release(state, jnp.zeros(batch, bool).at[target].set(True, mode="drop"))
+    batch, entries = state.batch, jnp.arange(target.shape[0], dtype=jnp.int32)
+    legal = (target >= 0) & (target < batch) & (source >= 0) & (source < batch)
+    target = jnp.where(legal, target, batch)
+    kept = jnp.zeros(batch, jnp.int32).at[target].set(entries, mode="drop").at[target].get(mode="clip") == entries
+    target, source = jnp.where(kept, target, batch), jnp.clip(source, 0, batch - 1)
+    before = state
 
-    def copied(x: Array) -> Array:
-        return x.at[target].set(x[source], mode="drop") if x.size else x
+    def copied(x: Array, old: Array | None = None) -> Array:
+        return x.at[target].set((x if old is None else old)[source], mode="drop") if x.size else x
 
     if state.pool is not None:
+        # Sources' pages get their new holders before targets give theirs up.
         rows = jnp.where((target < batch)[:, None], state.page_table[source], -1)
         ids = jnp.where(rows >= 0, rows, state.pool.holders.shape[1]).reshape(-1)
         holders = state.pool.holders.at[0, ids].add(1, mode="drop")
-        state = dataclasses.replace(
-            state, page_table=copied(state.page_table), pool=dataclasses.replace(state.pool, holders=holders)
-        )
+        state = dataclasses.replace(state, pool=dataclasses.replace(state.pool, holders=holders))
+    state = release(state, jnp.zeros(batch, bool).at[target].set(True, mode="drop"))
+    if state.pool is not None:
+        state = dataclasses.replace(state, page_table=copied(state.page_table, before.page_table))
 
     def copied_layer(layer: Layer) -> Layer:
         if isinstance(layer, FullLayer):
@@ -119,8 +126,8 @@ def fork(state: KVState, source: Array, target: Array) -> KVState:
     return constrain(
         dataclasses.replace(
             state,
-            lengths=copied(state.lengths),
-            exhausted=copied(state.exhausted),
+            lengths=copied(state.lengths, before.lengths),
+            exhausted=copied(state.exhausted, before.exhausted),
             layers=tuple(map(copied_layer, state.layers)),
         )
     )

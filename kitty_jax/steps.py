@@ -80,9 +80,9 @@ def prefill(
         before, table = state.lengths, None
         state, num_new = reserve(state, lengths)
     else:
-        before = _of_rows(state, state.lengths, rows)
+        before = of_rows(state, state.lengths, rows)
         state, granted = reserve(state, _to_sequences(state, lengths, rows))
-        num_new, table = _of_rows(state, granted, rows), _of_rows(state, state.page_table, rows)
+        num_new, table = of_rows(state, granted, rows), of_rows(state, state.page_table, rows)
     attend = attend_fresh if fresh else attend_chunk
     hidden, state = _forward(model, state, tokens, before, num_new, attend, implementation, rows, table)
     last = jnp.clip(lengths - 1, 0, tokens.shape[1] - 1)
@@ -90,7 +90,7 @@ def prefill(
     return model.merge().logits(hidden), state
 
 
-def _of_rows(state: KVState, x: Array, rows: Array) -> Array:
+def of_rows(state: KVState, x: Array, rows: Array) -> Array:
     """Entries of x [B, ...] for rows int32 [X]; zeros for padding rows."""
     x = x.reshape(state.groups, state.batch // state.groups, *x.shape[1:])
     out = jax.vmap(lambda x, r: x.at[r].get(mode="fill", fill_value=0))(x, rows.reshape(state.groups, -1))

@@ -47,7 +47,16 @@ def param_sharding(mesh: Mesh, path: Path, shape: tuple[int, ...]) -> NamedShard
 
 
 def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A ('data', 'model') mesh over data * model devices (default: jax.devices()), as check_mesh wants it."""
+    """A ('data', 'model') mesh over data * model devices (default: jax.devices()), as check_mesh wants it.
+
+    Raises ValueError where there are fewer devices.
+    """
+    there = len(jax.devices() if devices is None else devices)
+    if data < 1 or model < 1 or data * model > there:
+        raise ValueError(
+            f"a mesh of data={data} x model={model} needs {data * model} devices, there are {there}; a CPU counts as "
+            "several with XLA_FLAGS=--xla_force_host_platform_device_count=N, set before Python starts"
+        )
     return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices)
 
 

@@ -36,9 +36,10 @@ def partial_attention(logits: Array, mask: Array, values: Array) -> Partial:
     Args:
         logits: float32 [B, K, Q, T, X] for X keys.
         mask: bool, broadcasts against logits; False keys do not exist.
-        values: [B, K, X, D]; rows of masked keys must be finite.
+        values: [B, K, X, D]; what rows of keys hold that no query sees does not matter, be it NaN.
     """
     logits = jnp.where(mask, logits, MASKED)
+    values = jnp.where(jnp.any(mask, (-3, -2))[..., None], values, 0)
     m = jnp.max(logits, -1)
     p = jnp.where(mask, jnp.exp(logits - m[..., None]), 0)
     o = jnp.einsum("bkqtx,bkxd->bkqtd", p, values.astype(jnp.float32), precision="highest")

@@ -17,7 +17,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
 
 import jax.numpy as jnp
 
-from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.cache_spec import cache_from_spec
+from kitty_jax.config import CACHE_NAMES
 from kitty_jax.memory import cache_bytes
 from kitty_jax.models.registry import CONFIG_NAMES, config_from_name
 from kitty_jax.state import KVShape
@@ -62,7 +63,7 @@ def report(shape: KVShape, names, tokens: int, batch: int) -> str:
         row("cache", COLUMNS),
     ]
     for name in names:
-        config = cache_from_name(name)
+        config = cache_from_spec(name)
         size = cache_bytes(config, shape, batch=batch, capacity=tokens)
         megabytes = [f"{x / 1e6:.2f}" for x in (size.payload, size.metadata, size.buffers, size.total)]
         pages = f"{config.page_format(shape.head_dim).bits_per_element:.2f}" if config.quantized else "-"

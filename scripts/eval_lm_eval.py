@@ -121,7 +121,8 @@ def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cac
         if there["settings"] == settings:
             say(f"{task}, {name}, repeat {repeat}: in {target}")
             return there["results"]
-    with open_results(stem.with_name(stem.name + ".answers.jsonl"), answer_settings) as answers:
+    about = {"implementation": arguments.implementation}
+    with open_results(stem.with_name(stem.name + ".answers.jsonl"), answer_settings, about) as answers:
         model = KittyLM(
             checkpoint.model,
             checkpoint.tokenizer,

@@ -196,11 +196,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from kitty_jax.cache_spec import caches_from_spec
     from kitty_jax.models.checkpoint import load_model
-    from scripts.eval_text import cache_named, read_tokens
+    from scripts.eval_text import read_tokens
 
     encodings = [Encoding.parse(text) for text in arguments.encoding]
-    caches = {name: cache_named(name) for name in arguments.cache}
+    caches = {name: caches_from_spec(name) for name in arguments.cache}
     for name, cache in caches.items():
         if not isinstance(cache, CacheConfig) or not cache.quantized or cache.value_bits != 2:
             raise ValueError(f"{name}: wanted one quantized cache with 2-bit values for all layers")

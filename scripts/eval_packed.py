@@ -20,13 +20,14 @@ def run(arguments: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
+    from kitty_jax.cache_spec import caches_from_spec
     from kitty_jax.metrics import compare_hidden
     from kitty_jax.models.checkpoint import load_model
     from kitty_jax.packed_scoring import packed_hidden
     from kitty_jax.simulation import simulated_attention, simulated_caches
-    from scripts.eval_text import cache_named, read_tokens
+    from scripts.eval_text import read_tokens
 
-    caches = {name: cache_named(name) for name in arguments.cache}
+    caches = {name: caches_from_spec(name) for name in arguments.cache}
     tokens = jnp.array(read_tokens(arguments.model, arguments.file, arguments.tokens, arguments.start), jnp.int32)
     model = load_model(arguments.model, dtype=arguments.dtype)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 HELP = "What each cache costs on a text, teacher-forced: NLL, perplexity, KL, top-1 agreement, attention error, bits."
@@ -46,10 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from kitty_jax.cache_spec import caches_from_spec
     from kitty_jax.metrics import evaluate_text
     from kitty_jax.models.checkpoint import load_model
+    from scripts.task_runs import write_json
 
-    caches = {name: cache_named(name) for name in arguments.cache}  # a wrong name ends the run before the model loads
+    caches = {name: caches_from_spec(name) for name in arguments.cache}  # before the model loads: names may be wrong
     tokens = read_tokens(arguments.model, arguments.file, arguments.tokens, arguments.start)
     model = load_model(arguments.model, dtype=arguments.dtype)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -59,18 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         caches,
         start=arguments.start,
         progress=lambda line: print(line, flush=True),
-        on_row=lambda rows: arguments.json.write_text(json.dumps(rows, indent=1) + "\n"),
+        on_row=lambda rows: write_json(arguments.json, rows),
     )
     print(table(results))
     return 0
-
-
-def cache_named(name: str):
-    """A config from its spec, or one per layer from the file after an @."""
-    from kitty_jax.cache_spec import cache_from_spec
-    from kitty_jax.calibration import load_caches
-
-    return load_caches(Path(name[1:])) if name.startswith("@") else cache_from_spec(name)
 
 
 def read_tokens(model: Path, file: Path, count: int, start: int = 0) -> list[int]:

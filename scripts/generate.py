@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.cache_spec import caches_from_spec
+from kitty_jax.config import CACHE_NAMES
 from kitty_jax.engine import Engine
 from kitty_jax.generate import Generation, prepare
 from kitty_jax.memory import CacheBytes, cache_bytes
@@ -62,7 +63,11 @@ def parser() -> Parser:
     )
     p.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
     p.add_argument(
-        "--cache", default="kitty-pro", metavar="NAME", help=f"one of {', '.join(NAMES)} (default: %(default)s)"
+        "--cache",
+        default="kitty-pro",
+        metavar="SPEC",
+        help=f"one of {', '.join(NAMES)}, NAME:FIELD=VALUE,... with changed fields, or @FILE of scripts/calibrate.py "
+        "(default: %(default)s)",
     )
     p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     p.add_argument(
@@ -105,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> None:
     # In the order of what they cost, so that a wrong flag is answered before a large file is read.
-    cache = cache_from_name(options.cache)
+    cache = caches_from_spec(options.cache)
     sampler = sampler_of(options)
     check_whole("--max-new-tokens", options.max_new_tokens, 1)
     if options.slots is not None:
@@ -158,7 +163,7 @@ def run(options: argparse.Namespace) -> None:
         "model": str(options.model),
         "dtype": jnp.dtype(model.config.dtype).name,
         "device": jax.devices()[0].device_kind,
-        "cache": options.cache.strip().lower().replace("_", "-"),
+        "cache": options.cache if options.cache[:1] == "@" else options.cache.strip().lower().replace("_", "-"),
         "capacity": capacity,
         "slots": slots,
         "outputs": [

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
 
+from kitty_jax.cache_spec import caches_from_spec
 from kitty_jax.config import CACHE_NAMES
 from kitty_jax.memory import format_bytes, parse_bytes
 from kitty_jax.models.registry import CONFIG_NAMES
@@ -27,6 +28,7 @@ from kitty_jax.plan import RESERVE, KVPlan
 from scripts.model_shapes import read_shape, weight_shapes
 
 DEFAULT_CACHES = ("full", "kitty", "kitty-pro")
+DEFAULT_LENGTH = 8192
 COLUMNS = ("sequences", "tokens", "a sequence", "cache", "of bf16", "free", "bf16/cache")
 
 
@@ -55,12 +57,16 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--model-shape", default="qwen3-8b", help=f"{', '.join(CONFIG_NAMES)}, or a path (default: %(default)s)")
     add("--layers", type=int, help="instead of the model's")
-    add("--cache", action="append", help=f"repeatable: {', '.join(CACHE_NAMES)} (default: {' '.join(DEFAULT_CACHES)})")
-    add("--length", type=int, help="tokens of a sequence: plans the largest batch (default: 8192)")
+    add(
+        "--cache",
+        action="append",
+        help=f"repeatable: {', '.join(CACHE_NAMES)}, NAME:FIELD=VALUE or @FILE (default: {' '.join(DEFAULT_CACHES)})",
+    )
+    add("--length", type=int, help=f"tokens of a sequence: plans the largest batch (default: {DEFAULT_LENGTH})")
     add("--batch", type=int, help="sequences: plans the greatest length, or with --length just that batch")
     add("--requests", help="lengths of requests to hold at once, such as 32x128000,4x8192")
     add("--budget", type=parse_size, help="memory of one device to use, such as 80GB or 80GiB")
-    add("--reserve", type=float, default=RESERVE, help="fraction of it to keep free (default: %(default)s)")
+    add("--reserve", type=float, help=f"fraction of it to keep free (default: {RESERVE})")
     add("--workspace", type=parse_size, help="what to keep free, instead of a fraction")
     add("--data", type=int, default=1, help="devices that share the sequences (default: %(default)s)")
     add("--model-ways", type=int, default=1, help="devices that share KV heads and weights (default: %(default)s)")
@@ -78,6 +84,11 @@ def parse_size(text: str) -> int:
 
 def plan(config, cache: str, options: argparse.Namespace) -> KVPlan:
     """The plan that the options ask for, of one cache."""
+    cache = caches_from_spec(cache)
+    for name in ("length", "batch", "budget", "data", "model_ways"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {value}")
     memory = {
         "budget": options.budget,
         "weights": weight_shapes(config, options.data, options.model_ways),
@@ -86,16 +97,19 @@ def plan(config, cache: str, options: argparse.Namespace) -> KVPlan:
         "data": options.data,
         "model": options.model_ways,
     }
-    if options.requests:
-        if options.length or options.batch:
+    batch, length = options.batch, options.length
+    if options.requests is not None:
+        if length is not None or batch is not None:
             raise ValueError("--requests states lengths and their number: leave --length and --batch out")
         return KVPlan.for_requests(config, cache, parse_requests(options.requests), **memory)
-    if options.batch and (options.length or not options.budget):
-        return KVPlan.for_batch(config, cache, batch=options.batch, length=options.length or 8192, **memory)
-    if not options.budget:
-        return KVPlan.for_batch(config, cache, batch=options.data, length=options.length or 8192, **memory)
-    length = None if options.batch else (options.length or 8192)
-    return KVPlan.for_budget(config, cache, batch=options.batch, length=length, **memory)
+    if options.budget is None or (batch is not None and length is not None):
+        batch = options.data if batch is None else batch
+        return KVPlan.for_batch(
+            config, cache, batch=batch, length=DEFAULT_LENGTH if length is None else length, **memory
+        )
+    if batch is None and length is None:
+        length = DEFAULT_LENGTH
+    return KVPlan.for_budget(config, cache, batch=batch, length=length, **memory)
 
 
 def parse_requests(text: str) -> list[int]:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -195,6 +196,7 @@ def answer_items(
     keys = [item.name if repeat == 0 else f"{item.name}#{repeat}" for item, repeat in work]
     settings = {**settings, **checkpoint.settings(), **protocol.settings(), "seed": arguments.seed}
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "batch": arguments.batch}
+    about["implementation"] = arguments.implementation
     out = {}
     for name, cache in caches.items():
         path = arguments.out / f"{file_name(name)}.jsonl"
@@ -244,5 +246,13 @@ def say(text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a whole file beside ``path`` and puts it there, so that an interruption never leaves half of one."""
+    text = json.dumps(value, indent=1) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    if path.exists() and not path.is_file():  # /dev/stdout, say, is written to and not replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # a link stays one
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+_HEAD = b'{"settings": {'  # what every file starts with
+
 
 class ResultFile:
     """A JSON Lines file: a head with the settings of the run, then a row per finished item, each with a "key".
@@ -48,7 +50,8 @@ def open_results(
 ) -> Iterator[ResultFile]:
     """Makes a results file, or takes up one that was begun with the same settings.
 
-    A last line that an interruption cut short is removed. Only one run at a time may have the file open.
+    A last line that an interruption cut short is removed; a file that is refused stays as it is. Only one run at a time
+    may have the file open.
 
     Args:
         path: the file; its folder is made.
@@ -56,7 +59,7 @@ def open_results(
         about: noted in the head of a new file and not compared, such as the device.
 
     Raises:
-        ValueError: the file was begun with other settings, is in use, or is no results file.
+        ValueError: the file was begun with other settings, is in use, has two rows of one key, or is no results file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
@@ -65,43 +68,60 @@ def open_results(
         except OSError as error:
             raise ValueError(f"{path} is in use by another run") from error
         results = ResultFile(path, settings, stream)
-        lines = _whole_lines(stream)
-        if not lines:
+        stream.seek(0)
+        data = stream.read()
+        end = data.rfind(b"\n") + 1
+        if end:
+            settings, results.rows = _read(path, data[:end])
+            _check_settings(path, settings, results.settings)
+        elif not _HEAD.startswith(data[: len(_HEAD)]):
+            raise ValueError(f"{path} is no file of results: it starts with {data[:40]!r}; move it, or name another")
+        if end < len(data):  # only now that the file is known to be ours
+            stream.truncate(end)
+        stream.seek(0, os.SEEK_END)
+        if not end:
             results._write({"settings": results.settings, "about": _plain(dict(about or {}))})
-        else:
-            _check_settings(path, _parse(path, 1, lines[0], "settings")["settings"], results.settings)
-            for number, line in enumerate(lines[1:], 2):
-                row = _parse(path, number, line, "key")
-                results.rows[row["key"]] = row
         yield results
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(settings, rows) of a results file, without changing it."""
-    lines = path.read_bytes().split(b"\n")[:-1]
+    """(settings, rows) of a results file, without changing it; a last line that was cut short is left out.
+
+    Raises:
+        ValueError: the file is empty, has two rows of one key, or is no results file.
+    """
+    settings, rows = _read(path, path.read_bytes())
+    return settings, list(rows.values())
+
+
+def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """(settings, rows by key) of the whole lines."""
+    lines = data.split(b"\n")[:-1]
     if not lines:
         raise ValueError(f"{path} is empty")
-    head = _parse(path, 1, lines[0], "settings")
-    return head["settings"], [_parse(path, n, line, "key") for n, line in enumerate(lines[1:], 2)]
+    settings = _parse(path, 1, lines[0], "settings", dict)["settings"]
+    rows: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(lines[1:], 2):
+        row = _parse(path, number, line, "key", str)
+        if row["key"] in rows:
+            raise ValueError(
+                f"{path}, line {number} is a second row {row['key']!r}: delete the one that shall not count"
+            )
+        rows[row["key"]] = row
+    return settings, rows
 
 
-def _whole_lines(stream) -> list[bytes]:
-    stream.seek(0)
-    data = stream.read()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        stream.truncate(end)
-    stream.seek(0, os.SEEK_END)
-    return data[:end].split(b"\n")[:-1]
-
-
-def _parse(path: Path, number: int, line: bytes, wanted: str) -> dict[str, Any]:
+def _parse(path: Path, number: int, line: bytes, wanted: str, kind: type) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{path}, line {number} is no JSON: {error}; delete the file, or name another") from error
-    if not isinstance(value, dict) or wanted not in value:
-        raise ValueError(f'{path}, line {number}: wanted an object with "{wanted}"; is this a file of results?')
+    if not isinstance(value, dict) or not isinstance(value.get(wanted), kind):
+        what = {dict: "an object", str: "a text"}[kind]
+        raise ValueError(
+            f'{path}, line {number}: wanted an object with "{wanted}", {what}, got {_short(value)}; is this a file of '
+            "results?"
+        )
     return value
 
 

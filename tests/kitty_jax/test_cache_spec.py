@@ -2,7 +2,8 @@
 
 import pytest
 
-from kitty_jax.cache_spec import cache_from_spec
+from kitty_jax.cache_spec import cache_from_spec, caches_from_spec
+from kitty_jax.calibration import save_caches
 from kitty_jax.config import CacheConfig
 
 
@@ -34,3 +35,12 @@ def test_a_spec_is_its_config(spec, wanted):
 def test_what_is_wrong_is_named(spec, message):
     with pytest.raises(ValueError, match=message):
         cache_from_spec(spec)
+
+
+def test_a_file_has_one_config_per_layer(tmp_path):
+    wanted = (CacheConfig.kitty(), CacheConfig.kitty(boost=0.25))
+    save_caches(wanted, tmp_path / "some.json")
+    assert caches_from_spec(f"@{tmp_path / 'some.json'}") == wanted
+    assert caches_from_spec("kitty:boost=0.25") == wanted[1]
+    with pytest.raises(OSError, match="absent"):
+        caches_from_spec(f"@{tmp_path / 'absent.json'}")

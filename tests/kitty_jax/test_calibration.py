@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitty_jax import calibration
 from kitty_jax.analysis import capture
 from kitty_jax.calibration import (
     allocate,
@@ -79,8 +80,33 @@ def test_an_option_beyond_what_all_layers_share_is_left_out():
 def test_a_budget_below_every_option_is_refused():
     with pytest.raises(ValueError, match=r"mean boost of 0\.1 is less than the least option"):
         allocate(np.ones((3, 2)), [0.25, 0.5], 0.1)
-    with pytest.raises(ValueError, match="whole multiples"):
-        allocate(np.ones((3, 3)), [0, 0.1, 0.25], 0.1)
+    with pytest.raises(ValueError, match="whole multiples of a common step of 1/1024 or more"):
+        allocate(np.ones((3, 3)), [0, 2**-0.5, 0.25], 0.1)
+
+
+def test_options_need_no_more_than_a_common_step():
+    costs = np.array([[3.0, 1], [9, 2], [4, 3]])
+    assert allocate(costs, [0.125, 0.375], 0.21) == (0.125, 0.375, 0.125)
+    assert allocate(costs, [0.1, 0.25], 0.15) == (0.1, 0.25, 0.1)
+    assert allocate(costs, [0.125, 0.375], 1) == (0.375,) * 3
+    assert allocate(np.ones((2, 1)), [0], 0) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "costs,boosts,budget,message",
+    [
+        ([[1, 2], [np.nan, 3]], [0, 0.25], 0.2, r"costs must be finite, got nan for layer 1 and boost 0\.0"),
+        ([[1, np.inf]], [0, 0.25], 0.2, r"costs must be finite, got inf for layer 0 and boost 0\.25"),
+        ([[1, 2]], [0, 0.25, 0.5], 0.2, r"with 3 options, got shape \(1, 2\)"),
+        ([1, 2], [0, 0.25], 0.2, r"\[layers, options\].* got shape \(2,\)"),
+        ([[1, 2]], [0, np.nan], 0.2, "fractions of the channels from 0 to 1"),
+        ([[1, 2]], [-0.25, 0.25], 0.2, "fractions of the channels from 0 to 1"),
+        ([[1, 2]], [0, 0.25], np.nan, "mean boost must be a finite number, got nan"),
+    ],
+)
+def test_costs_and_options_that_cannot_be_are_refused(costs, boosts, budget, message):
+    with pytest.raises(ValueError, match=message):
+        allocate(np.array(costs), boosts, budget)
 
 
 def test_the_layer_that_costs_most_gets_the_boost(model):
@@ -113,6 +139,39 @@ def test_caches_come_back_from_a_file(tmp_path):
     (tmp_path / "bad.json").write_text("[]")
     with pytest.raises(ValueError, match=r"as calibrate\.py writes"):
         load_caches(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    "content,message",
+    [
+        (b"\xff{}", r"as calibrate\.py writes; .*utf-8"),
+        (b"{", r"as calibrate\.py writes; Expecting"),
+        (b'{"layers": []}', r"as calibrate\.py writes, for one layer or more; got"),
+        (b'{"layers": {"sink": 3}}', r"for one layer or more; got"),
+        (b'{"layers": [{}, 3]}', r", layer 1: wanted .* got 3"),
+        (b'{"layers": [{}, {"sink": -3}]}', ", layer 1: sink must be a whole number of tokens, 0 or more, got -3"),
+        (b'{"layers": [{"colour": 1}]}', ", layer 0: .*colour"),
+    ],
+)
+def test_a_file_of_no_caches_is_named(tmp_path, content, message):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        load_caches(tmp_path / "x.json")
+    assert str(error.value).startswith(str(tmp_path / "x.json"))
+
+
+def test_costs_of_a_text_just_long_enough_are_numbers(model):
+    wide = dataclasses.replace(CACHE, sink=70)  # its one page is full with token 86
+    with pytest.raises(ValueError, match=r"more than sink \+ page = 86 tokens, got 86: no position sees"):
+        layer_costs(model, TOKENS[:86], wide, [0, 0.125], start=40)
+    costs = layer_costs(model, TOKENS[:87], wide, [0, 0.125], start=40)
+    assert (costs > 0).all()
+    assert allocate(costs, [0, 0.125], 0.125) == (0.125, 0.125)
+
+
+def test_a_layer_without_error_costs_nothing(model, monkeypatch):
+    monkeypatch.setattr(calibration, "relative_error", lambda wanted, got, start: 0.0)
+    assert (layer_costs(model, TOKENS, CACHE, [0, 0.125], start=40) == 0).all()
 
 
 def test_a_text_without_a_page_is_refused(model):

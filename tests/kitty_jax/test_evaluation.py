@@ -145,6 +145,48 @@ def test_results_are_taken_up_again(tmp_path):
         pass
 
 
+HEAD = '{"settings": {"a": 1}, "about": {}}\n'
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ('{"settings": 3}\n', 'line 1: wanted an object with "settings", an object, got {"settings": 3}'),
+        ("null\n", 'line 1: wanted an object with "settings", an object, got null'),
+        (HEAD + '{"key": [1]}\n', 'line 2: wanted an object with "key", a text, got {"key": [1]}'),
+        (HEAD + "null\n", 'line 2: wanted an object with "key", a text, got null'),
+        (HEAD + '{"key": "x"}\n{"key": "x", "b": 1}\n', "line 3 is a second row 'x'"),
+        (HEAD + "\udcff\n", "line 2 is no JSON"),
+    ],
+)
+def test_what_is_no_file_of_results_is_refused(tmp_path, text, message):
+    file = tmp_path / "r.jsonl"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    for attempt in (lambda: read_results(file), lambda: open_results(file, {"a": 1}).__enter__()):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        assert str(file) in str(error.value)
+        assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["dear diary", "dear diary,\ntoday", '{"settings": 3}', HEAD.replace("1", "2") + "{"])
+def test_a_file_that_is_refused_stays_as_it_is(tmp_path, text):
+    file = tmp_path / "r.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=str(file)), open_results(file, {"a": 1}):
+        pass
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("size", [0, 1, 14, 20, len(HEAD) - 1])
+def test_a_head_that_was_cut_short_is_written_anew(tmp_path, size):
+    file = tmp_path / "r.jsonl"
+    file.write_text(HEAD[:size])
+    with open_results(file, {"a": 1}) as results:
+        results.append("x", {})
+    assert file.read_text() == HEAD + '{"key": "x"}\n'
+
+
 def test_intervals():
     # Wilson: 81 of 263 and 0 of 20 (Newcombe 1998, Table I). Paired: for many items, the plain normal interval.
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)

@@ -1,5 +1,7 @@
 """Sequences that share pages: fork, release, and several samples of a prompt."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,6 +85,45 @@ def test_a_target_gives_up_what_it_held():
     state = fork_jit(state, jnp.array([0]), jnp.array([1]))
     assert int(state.pool.num_free[0]) == 22
     _check_pool(state)
+
+
+@pytest.mark.parametrize(
+    "source, target, wanted",
+    [
+        ([0], [0], [60, 40, 22, 0]),
+        ([1, 0], [0, 1], [40, 60, 22, 0]),
+        ([0, 0, 1], [0, 1, 2], [60, 60, 40, 0]),
+        ([2, 0, 1], [0, 1, 2], [22, 60, 40, 0]),
+        ([-1, 4, 3, 1], [0, 1, 2, 3], [60, 40, 0, 40]),  # no sequences: passed over
+    ],
+)
+def test_a_sequence_may_be_source_and_target(source, target, wanted):
+    before = _grow(_empty(), [60, 40, 22, 0], [0, 1, 2, 3], by_token=False)
+    state = fork_jit(before, jnp.array(source), jnp.array(target))
+    assert state.lengths.tolist() == wanted
+    _check_pool(state)
+    opened, owner = open_layer(state), list(range(4))
+    for a, b in zip(source, target, strict=True):
+        owner[b] = a if 0 <= a < 4 else b
+    for b, length in enumerate(wanted):
+        k, v = (x[owner[b], :length] for x in (KEYS, VALUES))
+        assert_equals_oracle(opened, b, fill_oracle(Oracle(CONFIG, 1, 16), k, v, length))
+
+
+def test_one_of_several_sources_counts():
+    state = fork_jit(
+        _grow(_empty(), [60, 40, 22, 0], [0, 1, 2, 3], by_token=False), jnp.array([0, 1]), jnp.array([3, 3])
+    )
+    assert state.lengths.tolist() in ([60, 40, 22, 60], [60, 40, 22, 40])
+    _check_pool(state)
+
+
+def test_the_query_statistic_is_copied():
+    config = CacheConfig.kitty_plus(sink=4, page=16, window=16)
+    state = init_state(config, KVShape(1, 1, 16, jnp.float32), batch=3, capacity=100, pool_pages=9)
+    layer = dataclasses.replace(state.layers[0], query_squares=jnp.arange(48.0).reshape(3, 1, 16))
+    state = fork_jit(dataclasses.replace(state, layers=(layer,)), jnp.array([1]), jnp.array([2]))
+    assert (state.layers[0].query_squares[2] == layer.query_squares[1]).all()
 
 
 def test_fork_without_a_pool_is_refused():

@@ -4,8 +4,9 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from kitty_jax.config import CACHE_NAMES, CacheConfig
 from kitty_jax.memory import format_bytes, parse_bytes
@@ -89,6 +90,9 @@ def test_requests_share_a_pool_of_what_they_need() -> None:
     plan = KVPlan.for_requests(TINY, "kitty", lengths)
     assert (plan.batch, plan.length, plan.pool_pages, plan.tokens) == (4, 673, 1 + 0 + 5 + 0, sum(lengths))
     assert plan.parts["total"] == held(init_state("kitty", TINY, batch=4, capacity=673, pool_pages=6))
+    # Two places of two requests: the first needs 3 + 2 pages, the second 1 + 0, and both get what the first needs.
+    split = KVPlan.for_requests(TINY, "kitty", np.array([32 + 384, 32 + 256, 32 + 128, 32]), data=2)
+    assert (split.batch, split.pool_pages) == (4, 2 * 5)
     alike = KVPlan.for_requests(TINY, "kitty", [300] * 4)
     assert alike.parts == KVPlan.for_batch(TINY, "kitty", batch=4, length=300).parts
 
@@ -127,10 +131,40 @@ def test_weights_are_counted() -> None:
     arrays = {"a": jnp.zeros((3, 5), jnp.bfloat16), "b": jax.ShapeDtypeStruct((7,), jnp.float32)}
     assert KVPlan.for_batch(TINY, "full", batch=1, length=1, weights=arrays).weights == 30 + 28
     assert KVPlan.for_batch(TINY, "full", batch=1, length=1, weights=weight_shapes(config)).weights == 16_381_470_720
+    # What has no sharding is divided by `model`, rounded up; what has one counts as its own shard says.
+    assert KVPlan.for_batch(TINY, "full", batch=1, length=1, weights=arrays, model=4).weights == 15
+    sharding = NamedSharding(AbstractMesh((2, 4), ("data", "model")), PartitionSpec(None, "model"))
+    arrays["c"] = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+    assert KVPlan.for_batch(TINY, "full", batch=1, length=1, weights=arrays, model=4).weights == 15 + 8 * 4
     # On a mesh every matrix is divided; norms are whole on each device.
     norms = 36 * (2 * 4096 + 2 * 128) * 2 + 4096 * 2
     split = KVPlan.for_batch(QWEN3_8B, "full", batch=1, length=1, weights=weight_shapes(config, 1, 4), model=4)
     assert split.weights == (16_381_470_720 - norms) // 4 + norms
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint64, np.array])
+def test_a_number_of_any_kind_is_bytes_of_weights(kind) -> None:
+    assert KVPlan.for_batch(TINY, "full", batch=1, length=1, weights=kind(16 * GB), model=2).weights == 8 * GB
+
+
+def test_numpy_numbers_are_as_good_as_any() -> None:
+    n = np.int64
+    options = {"budget": n(10**7), "weights": n(1000), "data": n(2), "model": n(2), "reserve": np.float32(0.25)}
+    plans = [
+        KVPlan.for_batch(TINY, "kitty", batch=n(2), length=n(300), pool_pages=n(2), **options),
+        KVPlan.for_budget(TINY, "kitty", length=n(300), **options),
+        KVPlan.for_budget(TINY, "kitty", batch=n(2), **options),
+        KVPlan.for_requests(TINY, "kitty", n([300, 500]), **options),
+    ]
+    for plan in plans:
+        assert json.loads(json.dumps(plan.to_json())) == plan.to_json()
+        assert plan.workspace == 2_500_000
+
+
+@pytest.mark.parametrize("lengths", [5, None, np.array(5)])
+def test_requests_are_a_sequence(lengths) -> None:
+    with pytest.raises(ValueError, match=r"lengths must be a sequence .* a single one is \[tokens\]"):
+        KVPlan.for_requests(TINY, "kitty", lengths)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +182,18 @@ def test_weights_are_counted() -> None:
         ({"budget": 1.5, "length": 10}, "budget .bytes of one device. must be a whole number"),
         ({"budget": GB, "length": 0}, "length must be a whole number"),
         ({"budget": GB, "length": 10, "reserve": 1.0}, "from 0 up to but not 1, got 1.0"),
+        ({"budget": GB, "length": 10, "reserve": "0.1"}, "a number from 0 up to but not 1, got '0.1'"),
+        ({"budget": GB, "length": 10, "reserve": float("nan")}, "a number from 0 up to but not 1, got nan"),
+        ({"budget": GB, "length": 10, "reserve": True}, "a number from 0 up to but not 1, got True"),
+        (
+            {"budget": GB, "length": 10, "reserve": 0.5, "workspace": 7},
+            "the fraction or the bytes, got reserve=0.5 and workspace=7",
+        ),
         ({"budget": GB, "length": 10, "weights": -1}, "weights .bytes. must be"),
+        ({"budget": GB, "length": 10, "weights": np.float64(1.5)}, "weights .bytes. must be"),
+        ({"budget": GB, "length": 10, "weights": [16 * GB]}, r"number of bytes, .*; got 16000000000 at \[0\]"),
+        ({"budget": GB, "length": 10, "weights": {"w": np.int64(7)}}, r"number of bytes, .*; got np.int64\(7\) at"),
+        ({"budget": GB, "length": 10, "weights": "16GB"}, "number of bytes, .*; got '16GB'$"),
         ({"budget": GB, "length": 10, "model": 3}, "8 KV heads cannot be split over a 'model' axis of 3"),
         ({"budget": GB, "batch": 3, "data": 2}, "batch must be a multiple of the mesh's 2 'data' places, got 3"),
     ],
@@ -208,6 +253,16 @@ def test_the_command_line(capsys) -> None:
     assert made["pool_pages"] == 31 * ((128_000 - 32) // 128) + (4000 - 32) // 128
 
 
+def test_a_plan_without_options_is_of_8192_tokens(capsys) -> None:
+    for options, wanted in (("", (1, 8192)), ("--batch 3", (3, 8192)), ("--length 5 --data 2", (2, 5))):
+        assert script.main(["--cache", "kitty", "--json", *options.split()]) == 0
+        (made,) = json.loads(capsys.readouterr().out)
+        assert (made["batch"], made["length"]) == wanted
+    # The workspace takes the place of the default reserve.
+    assert script.main("--cache kitty --json --budget 80GB --workspace 1GB".split()) == 0
+    assert json.loads(capsys.readouterr().out)[0]["workspace"] == GB
+
+
 def test_a_shape_from_a_file(tmp_path, capsys) -> None:
     from kitty_jax.models.registry import config_to_hf
 
@@ -224,6 +279,16 @@ def test_a_shape_from_a_file(tmp_path, capsys) -> None:
         ("--cache kity", "unknown cache 'kity'"),
         ("--requests 3y4", "COUNTxLENGTH"),
         ("--requests 34 --length 3", "leave --length and --batch out"),
+        ("--requests=", "COUNTxLENGTH, separated by commas, got ''"),
+        ("--length 0", "--length must be 1 or more, got 0"),
+        ("--batch 0", "--batch must be 1 or more, got 0"),
+        ("--batch 0 --budget 80GB", "--batch must be 1 or more, got 0"),
+        ("--length -3 --budget 80GB", "--length must be 1 or more, got -3"),
+        ("--requests 34 --length 0", "--length must be 1 or more, got 0"),
+        ("--budget 0", "--budget must be 1 or more, got 0"),
+        ("--data 0", "--data must be 1 or more, got 0"),
+        ("--model-ways 0", "--model-ways must be 1 or more, got 0"),
+        ("--budget 80GB --reserve 0.1 --workspace 1GB", "the fraction or the bytes"),
         ("--layers 0", "--layers must be 1 or more"),
         ("--budget 1GB", "leaves nothing for the cache"),
     ],

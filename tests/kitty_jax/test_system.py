@@ -94,6 +94,37 @@ def test_a_sequence_that_found_no_page_goes_on_when_there_is_one():
     assert tokens == wanted[1]
 
 
+def test_pieces_after_one_that_found_no_page_are_left_out():
+    """The third piece, shorter than the second, would find room, and stand in the second's place."""
+    prompts, options = [PROMPTS[0], PROMPTS[1]], {"capacity": 192, "max_new_tokens": 4, "prefill_tokens": 64}
+    with pytest.raises(PoolExhaustedError) as caught:
+        generate(tiny_model(), prompts, cache=small_cache("kitty_pro"), pool_pages=6, **options)
+    assert caught.value.result.state.lengths.tolist()[0] == 64
+
+
+@pytest.mark.parametrize("name", ["full", "kitty_pro"])
+def test_what_is_not_finite_does_not_pass_to_the_next_request_of_a_slot(name):
+    model = functional(tiny_model())
+    broken = jax.tree.map(lambda x: x.at[VOCAB - 1].set(jnp.nan) if x.shape == (VOCAB, 32) else x, model.params)
+    some = Engine(
+        dataclasses.replace(model, params=broken),
+        cache=small_cache(name),
+        slots=1,
+        capacity=64,
+        sampler=_never_the_last,
+    )
+    good = Request(PROMPTS[3][:9], 12)
+    (alone,) = some.run([good])
+    _, after = some.run([Request([*range(11), VOCAB - 1], 3), good])
+    assert len(set(alone.tokens)) > 1
+    assert after.tokens == alone.tokens
+
+
+def _never_the_last(logits, keys):
+    """The best token whose embedding is finite; that row makes its own logit NaN as well, the head being tied."""
+    return jnp.argmax(jnp.where(jnp.isfinite(logits), logits, -1e30).at[:, -1].set(-jnp.inf), axis=-1).astype(jnp.int32)
+
+
 @pytest.mark.slow
 def test_samples_with_a_query_statistic_are_what_each_would_be_alone():
     """A fork copies the statistic that chooses the channels of the page that is being filled."""

@@ -35,6 +35,7 @@ KINDS = {
     "full": CacheConfig.full(),
     "variance": dataclasses.replace(BASE, selection="variance", boost=0.25, window=0),
     "random": dataclasses.replace(BASE, selection="random", seed=3, window=40),
+    "a window of its own": dataclasses.replace(BASE, window=24),
     "list": dataclasses.replace(BASE, selection=((9, 2), (0, 15)), value_bits=4),
 }
 LENGTHS = np.array([70, 0, 53, 4, 37])

@@ -363,3 +363,9 @@ def test_the_bare_name_is_refused():
     )
     assert done.returncode == 1
     assert "import kitty_jax.models" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("data, model", [(3, 7), (0, 1)])
+def test_a_mesh_needs_its_devices(data, model):
+    with pytest.raises(ValueError, match=f"data={data} x model={model} needs {data * model} devices, there are"):
+        make_mesh(data, model)

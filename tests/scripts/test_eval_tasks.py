@@ -36,6 +36,8 @@ def test_gsm8k_is_taken_up_again_and_extended(checkpoint, problems, tmp_path, ca
     file = out / "kivi2_page=16_window=16.jsonl"
     settings, rows = read_results(file)
     assert settings["cache"]["page"] == 16
+    about = json.loads(file.read_text().splitlines()[0])["about"]
+    assert (about["implementation"], about["batch"]) == ("auto", 2)
     assert [(row["key"], row["wanted"], row["ended"], row["tokens"]) for row in rows] == [
         ("0", "0", "length", 12),
         ("1", "1", "length", 12),

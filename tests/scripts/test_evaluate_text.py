@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from kitty_jax.models.tokenizer import load_tokenizer
 from kitty_jax.simulation import simulated_attention, simulated_caches
 from scripts.eval_text import read_tokens
 from scripts.evaluate import main
+from scripts.task_runs import write_json
 from tests.scripts.cli_checkpoint import write_checkpoint
 
 TEXT = "the cat sat on 123 mats, and the other cat did not. " * 8
@@ -77,6 +80,40 @@ def test_the_numbers_are_those_of_a_plain_computation(checkpoint, results):
     assert results[SPEC]["kl"] == pytest.approx(np.mean(kl), abs=1e-4)
     same = (np.argmax(full, -1) == np.argmax(cached, -1))[START:]
     assert results[SPEC]["top1"] == pytest.approx(np.mean(same), abs=1e-6)
+
+
+def test_an_interrupted_write_leaves_the_results_so_far(tmp_path, monkeypatch):
+    def evaluate(model, tokens, caches, on_row, **others):
+        on_row({"full": {"nll": 1.0}})
+        whole = Path.write_text
+
+        def half(path, text, **options):
+            whole(path, text[: len(text) // 2], **options)
+            raise OSError("no space left")
+
+        monkeypatch.setattr(Path, "write_text", half)
+        on_row({"full": {"nll": 1.0}, "kitty": {"nll": 2.0}})
+
+    monkeypatch.setattr("kitty_jax.metrics.evaluate_text", evaluate)
+    monkeypatch.setattr("kitty_jax.models.checkpoint.load_model", lambda *args, **kwargs: None)
+    monkeypatch.setattr("scripts.eval_text.read_tokens", lambda *args: [])
+    file = tmp_path / "new" / "out.json"
+    assert main(["text", "--model", "m", "--file", "f", "--json", str(file), "--cache", "kitty"]) == 2
+    assert json.loads(file.read_text()) == {"full": {"nll": 1.0}}
+
+
+def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
+    (tmp_path / "target.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    write_json(tmp_path / "link.json", {"a": 1})
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "target.json").read_text()) == {"a": 1}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "target.json"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_json(tmp_path / "pipe", {"a": 1})
+    assert json.loads(os.read(reader, 100)) == {"a": 1}
+    os.close(reader)
 
 
 def test_bits_by_hand():
