@@ -157,7 +157,9 @@ def test_default_capacity_is_rounded_so_that_near_requests_agree() -> None:
     assert len(set(sizes)) <= 40
 
 
-@pytest.mark.parametrize("name, pool_pages", [("kitty_pro", 11), ("kitty_pro", None), ("full", None)])
+@pytest.mark.parametrize(
+    "name, pool_pages", [pytest.param("kitty_pro", 11, marks=pytest.mark.slow), ("kitty_pro", None), ("full", None)]
+)
 @pytest.mark.parametrize("step", ["start", "advance"])
 def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
     options = OPTIONS | {"cache": small_cache(name), "max_new_tokens": 9, "pool_pages": pool_pages}

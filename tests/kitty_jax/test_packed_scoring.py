@@ -23,7 +23,7 @@ def model():
     return random_model(config, seed=3)
 
 
-@pytest.mark.parametrize("name", ["kitty", "kitty_plus"])
+@pytest.mark.parametrize("name", [pytest.param("kitty", marks=pytest.mark.slow), "kitty_plus"])
 def test_pages_tokens_and_the_simulation_agree(model, name):
     config = getattr(CacheConfig, name)(sink=5, page=16, window=16)
     tokens = jax.random.randint(jax.random.key(1), (2, 75), 0, 64, jnp.int32)

@@ -63,7 +63,7 @@ def test_one_step_where_the_budget_allows():
         plan_prefill(prompts, list(range(7)), batch=7, budget=63)
 
 
-@pytest.mark.parametrize("name", ["full", "kitty_pro", "kitty_plus"])
+@pytest.mark.parametrize("name", ["full", pytest.param("kitty_pro", marks=pytest.mark.slow), "kitty_plus"])
 def test_some_rows_at_a_time_give_the_state_of_all_at_once(name):
     """In scrambled order, with a padding row; a sequence that is not among the rows stays as it is."""
     model = functional(tiny_model())

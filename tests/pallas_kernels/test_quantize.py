@@ -369,7 +369,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("page", [32, 48])
+@pytest.mark.parametrize("page", [pytest.param(32, marks=pytest.mark.slow), 48])
 def test_bits_depend_on_the_page_alone(options, page):
     """Jitted or not, and whatever the pages quantized beside it: the same record."""
     fmt = PageFormat(page=page, head_dim=32, boosted=8)

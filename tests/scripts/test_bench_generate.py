@@ -302,7 +302,10 @@ GENERATE = ("plan", "compile", "compile", "prefill", "memory", "sample", "sample
 
 @pytest.mark.parametrize(
     "cache, phases, kinds",
-    [("kivi2", "generate", GENERATE), ("full", "generate,equal", (*GENERATE, "compile", "sample"))],
+    [
+        pytest.param("kivi2", "generate", GENERATE, marks=pytest.mark.slow),
+        ("full", "generate,equal", (*GENERATE, "compile", "sample")),
+    ],
 )
 def test_a_tiny_model_from_budget_to_table(cache, phases, kinds, shape, tmp_path, capsys) -> None:
     arguments = f"--model-shape {shape} --budget 2MB --prompt 40 --new 200 --quick --steps 2 --equal-batch 2"

@@ -57,6 +57,7 @@ def test_a_step_over_it() -> None:
     assert state.lengths.tolist() == [301, 301]
 
 
+@pytest.mark.slow
 def test_bench_mesh(tmp_path, capsys) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config_to_hf(TINY)))
