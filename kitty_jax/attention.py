@@ -94,13 +94,18 @@ def _attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tup
     return _written(_turn(layer, out), _append(step, layer, q, ordered(k, out), ordered(v, out)))
 
 
+FEW = 8  # sequences whose buffers may wait in memory for all layers
+
+
 def _in_turn(step: Step, k: Array) -> Step:
     """The step, with what its reads of the cache hang on not computable before ``k``.
 
-    XLA would read the buffers of all layers when the program begins, and hold what it read.
+    XLA would read the buffers of all layers when the program begins, and hold what it read. Places that hang on
+    ``lengths`` are then computed in every layer anew, which takes a third more compilation: for few sequences, not.
     """
-    rows = None if step.rows is None else not_before(step.rows, [k])
-    return dataclasses.replace(step, lengths=not_before(step.lengths, [k]), rows=rows)
+    if step.rows is not None:
+        return dataclasses.replace(step, rows=not_before(step.rows, [k]))
+    return step if k.shape[0] <= FEW else dataclasses.replace(step, lengths=not_before(step.lengths, [k]))
 
 
 def _attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
