@@ -22,7 +22,7 @@ from kitty_jax.flash import causal_attention, cudnn_takes, masked_attention
 from kitty_jax.history import attend_history, wants_history
 from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.pallas_kernels.insert import not_before, ordered
+from kitty_jax.pallas_kernels.ordering import not_before, ordered
 from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.rotation import rotate
 from kitty_jax.state import FullLayer, Layer, QuantizedLayer

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.state import BUFFERS, FullLayer, KVState, Layer, PagePool, QuantizedLayer, constrain
+from kitty_jax.pallas_kernels.pages import BUFFERS
+from kitty_jax.state import FullLayer, KVState, Layer, PagePool, QuantizedLayer, constrain
 
 
 def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:

@@ -19,8 +19,6 @@ from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.placement import constrain_to, partition_specs
 
-BUFFERS = ("sink_keys", "sink_values", "tail_keys", "ring_values")  # arrays of a LayerKV with one entry per sequence
-
 
 class CacheShape(Protocol):
     """What a state needs to know of a model; every model config has it."""

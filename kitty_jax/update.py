@@ -16,13 +16,14 @@ from jax import Array
 
 from kitty_jax.pallas_kernels import insert
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
-from kitty_jax.pallas_kernels.pages import LayerKV
+from kitty_jax.pallas_kernels.ordering import not_before, zero
+from kitty_jax.pallas_kernels.pages import BUFFERS, LayerKV
 from kitty_jax.pallas_kernels.quantize import quantize_keys
 from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages, value_records, write_records
 from kitty_jax.placement import on_mesh, partition_specs
 from kitty_jax.query_statistic import add_chunk, add_token, squared_queries
 from kitty_jax.selection import key_quantization
-from kitty_jax.state import BUFFERS, FullLayer, KVState, Layer, QuantizedLayer
+from kitty_jax.state import FullLayer, KVState, Layer, QuantizedLayer
 
 FLUSH_ROWS = 4  # sequences whose pages the reference quantizes at a time
 
@@ -72,7 +73,7 @@ def flush(
     """Quantizes the pages that the step from lengths ``before`` int32 [B] to ``state.lengths`` has filled.
 
     That is at most one a sequence. ``after`` [B, ...]: what the step made of the attention's output, so that pages are
-    written after they were read (see :func:`.insert.ordered`).
+    written after they were read (see :func:`.ordering.ordered`).
     """
     quantized = tuple(x for x in state.layers if isinstance(x, QuantizedLayer))
     if not quantized or not state.page_table.shape[1]:
@@ -102,7 +103,7 @@ def _flush(
     # The kernels pass over sequences that have no page to write. The reference takes a few that have one at a time.
     batch, kernels = before.shape[0], choose(implementation, None) == "mosaic"
     size = batch if kernels else min(batch, FLUSH_ROWS)
-    turns = (jnp.sum(due, dtype=jnp.int32) + size - 1) // size + insert.zero(after[0])
+    turns = (jnp.sum(due, dtype=jnp.int32) + size - 1) // size + zero(after[0])
     order = jnp.argsort(~due, stable=True).astype(jnp.int32)
     order = jnp.pad(order, (0, -batch % size), constant_values=batch)
 
@@ -301,7 +302,7 @@ def append_chunk(
         value_pool = store_value_pages(
             value_pool, filled, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
         )
-    keys, values = (insert.not_before(x, read) for x in (keys, values))  # buffers are written where they are
+    keys, values = (not_before(x, read) for x in (keys, values))  # buffers are written where they are
     kv = dataclasses.replace(
         kv,
         key_pages=key_pool,

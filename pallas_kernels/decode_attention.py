@@ -14,7 +14,8 @@ from jax import Array
 from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic
 from kitty_jax.pallas_kernels.decode_attention_mgpu import unsupported as mosaic_unsupported
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
-from kitty_jax.pallas_kernels.insert import insert_token, ordered
+from kitty_jax.pallas_kernels.insert import insert_token
+from kitty_jax.pallas_kernels.ordering import ordered
 from kitty_jax.pallas_kernels.pages import LayerKV
 from kitty_jax.pallas_kernels.partials import Partial, empty_partial, finish, merge, partial_attention
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values

@@ -30,15 +30,15 @@ from kitty_jax.pallas_kernels.decode_dense_mgpu import DenseStage, attend_edge_p
 from kitty_jax.pallas_kernels.decode_insert_mgpu import load_token, store_token
 from kitty_jax.pallas_kernels.decode_pages_mgpu import PageWalk, attend_pages
 from kitty_jax.pallas_kernels.decode_plan import WARPS, DecodePlan
-from kitty_jax.pallas_kernels.insert import insert_token, ordered
-from kitty_jax.pallas_kernels.pages import LayerKV
+from kitty_jax.pallas_kernels.insert import insert_token
+from kitty_jax.pallas_kernels.ordering import ordered
+from kitty_jax.pallas_kernels.pages import BUFFERS, LayerKV
 from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits, decode_tuning
 
 HEAD_DIMS = (64, 128)
 PAGE = 128
 MAX_COLUMNS = 128  # T * Q; a group of 8 columns reads all pages, so beyond some tens dequantizing once is cheaper
 MAX_BUFFER_BYTES = 1 << 32  # offsets into buffers are 32 bits
-BUFFER_NAMES = ("sink_keys", "sink_values", "tail_keys", "ring_values")
 KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
@@ -118,7 +118,7 @@ def decode_attention_mosaic(
     in_kernel = insert and kv.tail_keys.dtype != jnp.float32
     plan = dataclasses.replace(make_plan(q, kv, page_table, scale, tuning), insert=in_kernel)
     dtype = jnp.bfloat16 if plan.kind == "bf16" else jnp.float16
-    buffers = [_cast(getattr(kv, name), dtype) for name in BUFFER_NAMES]
+    buffers = [_cast(getattr(kv, name), dtype) for name in BUFFERS]
     # An array without elements has no address: another one stands in, and is neither read nor written.
     refs = [jax.new_ref(x) if in_kernel and x.size else x for x in buffers]
     addressed = [x if x.size else lengths for x in refs]
@@ -153,7 +153,7 @@ def decode_attention_mosaic(
     )(*operands)
     if in_kernel:
         written = [jax.freeze(ref) if x.size else x for ref, x in zip(refs, buffers, strict=True)]
-        kv = dataclasses.replace(kv, **dict(zip(BUFFER_NAMES, written, strict=True)))
+        kv = dataclasses.replace(kv, **dict(zip(BUFFERS, written, strict=True)))
     merged = results[0]
     if plan.merges_in_memory:
         (merged,) = ptx.launch(

@@ -183,6 +183,9 @@ def split_record(record: Array, layout: dict[str, Part]) -> dict[str, Array]:
     return out
 
 
+BUFFERS = ("sink_keys", "sink_values", "tail_keys", "ring_values")  # arrays of a LayerKV with one entry per sequence
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerKV:

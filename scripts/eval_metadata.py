@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 
 import jax
@@ -199,6 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kitty_jax.cache_spec import caches_from_spec
     from kitty_jax.models.checkpoint import load_model
     from scripts.eval_text import read_tokens
+    from scripts.task_runs import write_json
 
     encodings = [Encoding.parse(text) for text in arguments.encoding]
     caches = {name: caches_from_spec(name) for name in arguments.cache}
@@ -213,7 +213,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments.model, dtype=arguments.dtype)
     rows = measure(model, tokens, caches, encodings, arguments.start)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(arguments.json, rows)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 
 HELP = "The packed cache on a text: KL from full precision, and how far the one-pass simulation is from it."
@@ -26,6 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kitty_jax.packed_scoring import packed_hidden
     from kitty_jax.simulation import simulated_attention, simulated_caches
     from scripts.eval_text import read_tokens
+    from scripts.task_runs import write_json
 
     caches = {name: caches_from_spec(name) for name in arguments.cache}
     tokens = jnp.array(read_tokens(arguments.model, arguments.file, arguments.tokens, arguments.start), jnp.int32)
@@ -63,5 +63,5 @@ def run(arguments: argparse.Namespace) -> int:
                 flush=True,
             )
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    write_json(arguments.json, results)
     return 0

@@ -10,8 +10,9 @@ import pytest
 
 from kitty_jax.config import CacheConfig
 from kitty_jax.oracle import Oracle
-from kitty_jax.pallas_kernels.insert import ordered
-from kitty_jax.state import BUFFERS, KVShape, QuantizedLayer, init_state
+from kitty_jax.pallas_kernels.ordering import ordered
+from kitty_jax.pallas_kernels.pages import BUFFERS
+from kitty_jax.state import KVShape, QuantizedLayer, init_state
 from kitty_jax.update import flush
 from tests.kitty_jax.kv_cases import (
     OPTIMIZED,
