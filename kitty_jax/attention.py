@@ -77,8 +77,7 @@ def _on_devices(attend, step: Step, layer: Layer, q: Array, k: Array, v: Array) 
 
 
 def _attend_fresh(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
-    step = _in_turn(step, k)
-    return _written(causal_attention(q, k, v), _append(step, layer, q, k, _turn(layer, v)))
+    return _written(causal_attention(q, k, v), _append(step, layer, q, k, _turn(layer, v), fresh=True))
 
 
 def _attend_chunk(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tuple[Array, Layer]:
@@ -129,9 +128,9 @@ def _written(out: Array, layer: Layer) -> tuple[Array, Layer]:
     return not_before(out, jax.tree.leaves(layer)), layer
 
 
-def _append(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> Layer:
+def _append(step: Step, layer: Layer, q: Array, k: Array, v: Array, fresh: bool = False) -> Layer:
     facts = (step.lengths, step.num_new, step.page_table)
-    return append_chunk(layer, k, v, *facts, step.implementation, queries=q, rows=step.rows)
+    return append_chunk(layer, k, v, *facts, step.implementation, queries=q, rows=step.rows, fresh=fresh)
 
 
 def _decode_full(q: Array, layer: FullLayer, lengths: Array) -> Array:

@@ -228,6 +228,7 @@ def append_chunk(
     implementation: Implementation = "auto",
     queries: Array | None = None,
     rows: Array | None = None,
+    fresh: bool = False,
 ) -> Layer:
     """Puts a chunk of tokens into the layer and quantizes every page it fills.
 
@@ -239,18 +240,18 @@ def append_chunk(
         queries: [B, T, N, D], where the layer's config weighs channels by them.
         rows: int32 [X], the sequences of the layer that the X rows of all other arguments belong to; by default all, in
             order. A row that is not a sequence of the layer's is padding.
+        fresh: promise that ``lengths`` is 0 wherever ``num_new`` is not; nothing of the layer is read then, which
+            leaves XLA nothing to copy.
     """
+    b = jnp.arange(lengths.shape[0]) if rows is None else rows
     t = jnp.arange(keys.shape[1], dtype=jnp.int32)
     if isinstance(layer, FullLayer):
-        b = jnp.arange(lengths.shape[0]) if rows is None else rows
         slot = jnp.where(t < num_new[:, None], lengths[:, None] + t, layer.keys.shape[1])
         return FullLayer(_set(layer.keys, (b[:, None], slot), keys), _set(layer.values, (b[:, None], slot), values))
-    whole, layer = layer, take_rows(layer, rows)
     kv = layer.kv
     s, g = kv.sink, kv.fmt.page
     keys, values = (jnp.swapaxes(x, 1, 2).astype(kv.tail_keys.dtype) for x in (keys, values))  # [B, K, T, D]
-    end = lengths + num_new
-    (n0, k0, v0), (n1, k1, v1) = kv.counts(lengths), kv.counts(end)
+    (n0, k0, v0), (n1, k1, v1) = kv.counts(lengths), kv.counts(lengths + num_new)
 
     def chunk(x: Array, token: Array) -> Array:
         """Rows of the chunk by token past the sink, int32 [B, X] -> [B, K, X, D]; out-of-range tokens give some row."""
@@ -260,34 +261,24 @@ def append_chunk(
     def gather(x: Array, buffer: Array, first: Array, pages: int) -> Array:
         """Tokens past the sink from ``first`` [B] on, old ones from their buffer: [B * pages, K, G, D]."""
         token = first[:, None] + jnp.arange(pages * g, dtype=jnp.int32)
-        slot = (token % buffer.shape[2])[:, None, :, None]
-        old = jnp.take_along_axis(buffer, slot, axis=2)
-        rows = jnp.where((token < n0[:, None])[:, None, :, None], old, chunk(x, token))
-        return jnp.swapaxes(rows.reshape(*rows.shape[:2], pages, g, -1), 1, 2).reshape(
-            -1, rows.shape[1], g, rows.shape[3]
+        tokens = chunk(x, token)
+        if not fresh:
+            slot = (token % buffer.shape[2])[:, None, :, None]
+            old = jnp.take_along_axis(_rows_of(buffer, rows), slot, axis=2)
+            tokens = jnp.where((token < n0[:, None])[:, None, :, None], old, tokens)
+        return jnp.swapaxes(tokens.reshape(*tokens.shape[:2], pages, g, -1), 1, 2).reshape(
+            -1, tokens.shape[1], g, tokens.shape[3]
         )
-
-    def newest(x: Array, buffer: Array) -> Array:
-        """The buffer with every slot at its newest token."""
-        width = buffer.shape[2]
-        slot = jnp.arange(width, dtype=jnp.int32)
-        token = slot + (n1[:, None] - 1 - slot) // width * width  # floor division: below slot when n1 <= slot
-        new = (token >= n0[:, None]) & (token >= 0)
-        return jnp.where(new[:, None, :, None], chunk(x, token), buffer)
-
-    def sink(x: Array, buffer: Array) -> Array:
-        token = jnp.arange(s, dtype=jnp.int32)
-        new = (token >= lengths[:, None]) & (token < end[:, None])
-        index = jnp.clip(token - lengths[:, None], 0, t.shape[0] - 1)
-        return jnp.where(new[:, None, :, None], jnp.take_along_axis(x, index[:, None, :, None], axis=2), buffer)
 
     key_pool, value_pool, read = kv.key_pages, kv.value_pages, []
     # A partial page of up to G - 1 old tokens, or the values that the window still held, plus T new ones.
     pages = min((t.shape[0] + g - 1) // g, page_table.shape[1])
-    sums = squares = layer.query_squares
-    if squares is not None:
-        sums, squares = add_chunk(squares, _squared(layer, queries), lengths, num_new, s, g, pages)
+    sums = squares = None
+    if layer.query_squares is not None:
+        total = _rows_of(layer.query_squares, rows)
+        sums, total = add_chunk(total, _squared(layer, queries), lengths, num_new, s, g, pages)
         sums = sums.reshape(-1, *sums.shape[2:])
+        squares = _set(layer.query_squares, (b,), total)
     if pages:
         page = k0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, k1).reshape(-1)
@@ -302,38 +293,56 @@ def append_chunk(
         value_pool = store_value_pages(
             value_pool, filled, starts, ids, kv.fmt, shrink=shrink, implementation=implementation
         )
-    keys, values = (not_before(x, read) for x in (keys, values))  # buffers are written where they are
+    if not fresh:
+        keys, values = (not_before(x, read) for x in (keys, values))  # buffers are written where they are
+
+    def newest(x: Array, buffer: Array) -> Array:
+        """The buffer with the chunk's newest tokens in their slots."""
+        width = buffer.shape[2]
+        count = min(width, t.shape[0])
+        token = (n1 - count)[:, None] + jnp.arange(count, dtype=jnp.int32)
+        slot = jnp.where(token >= n0[:, None], token % width, width)
+        return _put_tokens(buffer, b, slot, chunk(x, token))
+
+    def sink(x: Array, buffer: Array) -> Array:
+        token = lengths[:, None] + t[:s]
+        slot = jnp.where(t[:s] < num_new[:, None], token, s)
+        return _put_tokens(buffer, b, slot, x[:, :, :s])
+
     kv = dataclasses.replace(
         kv,
         key_pages=key_pool,
         value_pages=value_pool,
-        sink_keys=sink(keys, kv.sink_keys) if s else kv.sink_keys,
-        sink_values=sink(values, kv.sink_values) if s else kv.sink_values,
+        sink_keys=sink(keys, kv.sink_keys),
+        sink_values=sink(values, kv.sink_values),
         tail_keys=newest(keys, kv.tail_keys),
         ring_values=newest(values, kv.ring_values),
     )
-    return _put_rows(whole, dataclasses.replace(layer, kv=kv, query_squares=squares), rows)
+    return dataclasses.replace(layer, kv=kv, query_squares=squares)
+
+
+def _put_tokens(buffer: Array, b: Array, slot: Array, tokens: Array) -> Array:
+    """``buffer`` [B, K, W, D] with ``tokens`` [X, K, T, D] in slots [X, T] of sequences ``b`` [X]; others are dropped.
+
+    A scatter, which XLA does where the buffer is: only slots that change are touched.
+    """
+    if not buffer.size:
+        return buffer
+    at = buffer.at[b[:, None], :, slot]
+    return at.set(jnp.swapaxes(tokens, 1, 2), mode="drop", unique_indices=True)
 
 
 def take_rows(layer: Layer, rows: Array | None) -> Layer:
     """The layer of sequences ``rows`` int32 [X] alone: their buffers or tokens are copied, the pages are the same."""
     if rows is None:
         return layer
-
-    def of(x: Array) -> Array:
-        return x.at[rows].get(mode="clip")
-
     if isinstance(layer, FullLayer):
-        return FullLayer(of(layer.keys), of(layer.values))
-    kv = dataclasses.replace(layer.kv, **{name: of(getattr(layer.kv, name)) for name in BUFFERS})
-    return dataclasses.replace(layer, kv=kv, query_squares=jax.tree.map(of, layer.query_squares))
+        return FullLayer(_rows_of(layer.keys, rows), _rows_of(layer.values, rows))
+    kv = dataclasses.replace(layer.kv, **{name: _rows_of(getattr(layer.kv, name), rows) for name in BUFFERS})
+    squares = layer.query_squares
+    squares = None if squares is None else _rows_of(squares, rows)
+    return dataclasses.replace(layer, kv=kv, query_squares=squares)
 
 
-def _put_rows(whole: QuantizedLayer, part: QuantizedLayer, rows: Array | None) -> QuantizedLayer:
-    """``whole`` with the pages of ``part`` and its buffers in sequences ``rows``."""
-    if rows is None:
-        return part
-    kv = {name: _set(getattr(whole.kv, name), (rows,), getattr(part.kv, name)) for name in BUFFERS}
-    squares = part.query_squares
-    squares = None if squares is None else _set(whole.query_squares, (rows,), squares)
-    return dataclasses.replace(part, kv=dataclasses.replace(part.kv, **kv), query_squares=squares)
+def _rows_of(x: Array, rows: Array | None) -> Array:
+    return x if rows is None else x.at[rows].get(mode="clip")

@@ -194,6 +194,7 @@ def _emit(plan: DecodePlan, addresses: list[ptx.Value], smem: ptx.Value) -> None
     queries, token = load_queries(block), load_token(block) if plan.insert else None
     with ptx.when(ptx.equal(block.lane, 0)):
         ptx.mbarrier_init(block.key_barrier, 2)
+    ptx.sync_warp()
     walk = PageWalk(block) if plan.pages else None
     if walk:
         walk.start()  # the first pages are on their way while q is staged
