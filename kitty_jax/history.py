@@ -15,7 +15,7 @@ from kitty_jax.flash import partial_flash
 from kitty_jax.pallas_kernels.dequantize import dequantize_pages
 from kitty_jax.pallas_kernels.implementation import Implementation
 from kitty_jax.pallas_kernels.pages import LayerKV
-from kitty_jax.pallas_kernels.partials import Partial, empty_partial, finish, merge
+from kitty_jax.pallas_kernels.partials import Partial, finish, merge
 
 HISTORY_PAGES = 32  # pages of each sequence that are dequantized at a time
 MIN_COLUMNS = 128  # new tokens x query heads per KV head above which dequantizing pays
@@ -45,7 +45,7 @@ def attend_history(
     total = partial_flash(q, new_keys, new_values, None)
     total = merge(total, _buffers(q, kv, lengths))
     if page_table.shape[1]:
-        total = merge(total, _pages(q, kv, page_table, lengths, implementation))
+        total = _with_pages(total, q, kv, page_table, lengths, implementation)
     return finish(total).astype(q.dtype)
 
 
@@ -61,7 +61,11 @@ def _buffers(q: Array, kv: LayerKV, lengths: Array) -> Partial:
     return partial_flash(q, *(jnp.swapaxes(x, 1, 2).astype(q.dtype) for x in (keys, values)), visible)
 
 
-def _pages(q: Array, kv: LayerKV, table: Array, lengths: Array, implementation: Implementation) -> Partial:
+def _with_pages(
+    total: Partial, q: Array, kv: LayerKV, table: Array, lengths: Array, implementation: Implementation
+) -> Partial:
+    """``total`` and the pages. A loop that began with nothing and was merged afterwards would begin with constants, and
+    XLA makes those of all layers when the program starts."""
     _, n_k, n_v = kv.counts(lengths)
     b, g, ring = q.shape[0], kv.fmt.page, kv.ring_values.shape[2]
     size = min(HISTORY_PAGES, table.shape[1])
@@ -94,5 +98,4 @@ def _pages(q: Array, kv: LayerKV, table: Array, lengths: Array, implementation: 
         visible = jnp.clip((n_k - page[0]) * g, 0, size * g)
         return merge(total, partial_flash(q, keys, values, visible))
 
-    empty = empty_partial(q.shape[:-1], q.shape[-1])
-    return jax.lax.fori_loop(0, (jnp.max(n_k) + size - 1) // size, body, empty)
+    return jax.lax.fori_loop(0, (jnp.max(n_k) + size - 1) // size, body, total)

@@ -231,7 +231,7 @@ def state_specs(state: KVState) -> KVState:
 def nbytes(state: KVState) -> dict[str, int]:
     """Bytes of a state by part, exactly what its arrays occupy. Takes the result of ``jax.eval_shape`` too.
 
-    Keys: ``key_codes``, ``key_metadata`` (scale, min, boosted channels, exponent, padding), ``value_codes``,
+    Keys: ``key_codes``, ``key_metadata`` (scale, min, boosted channels, grid, exponent, padding), ``value_codes``,
     ``value_metadata``, ``sink``, ``key_tail``, ``value_window``, ``query_statistic``, ``full_precision``, ``tables``
     (page table, lengths, pool), and their sum ``total``.
     """

@@ -28,6 +28,7 @@ from kitty_jax.pallas_kernels.decode_block_mgpu import (
     row_offset,
 )
 from kitty_jax.pallas_kernels.decode_plan import padded_rows, tile_unit
+from kitty_jax.pallas_kernels.metadata_mgpu import MetadataPairs
 from kitty_jax.pallas_kernels.mosaic_ptx import Value
 
 KEY_TILES = 8  # row tiles of a key page: 128 tokens / 16
@@ -84,14 +85,20 @@ class KeyStage:
         self.own_queries, self.own_scaled = ptx.add(block.smem, own_rows), ptx.add(scaled, own_rows)
         self.query_fragments, self.scaled_fragments = ptx.add(block.smem, fragment_rows), ptx.add(scaled, fragment_rows)
         self.chunk = ptx.add(block.warp_base, ptx.mul(block.lane, 16))
-        self.own_scales = ptx.add(block.warp_base, ptx.mul(block.lane, 2 * self.per_lane))
+        first = ptx.mul(block.lane, self.per_lane)
+        self.metadata = MetadataPairs(plan.fmt, self.parts, block.warp_base, first, self.per_lane, small=False)
+        self.decodes_mins = plan.fmt.metadata != "float16"
+        self.mins = plan.smem.mins if self.decodes_mins else self.parts["min"]
+        self.own_mins = ptx.add(block.warp_base, ptx.mul(block.lane, 2 * self.per_lane))
         # Matrices 0 and 1, 2 and 3 of ldmatrix become the two halves of an A tile whose 16 rows are all the same.
         self.min_rows = ptx.add(block.warp_base, ptx.mul(ptx.shr(block.lane, 4), 16))
 
     def scale_queries(self) -> None:
-        """Rows of q times the page's scales; a lane takes D / 32 neighbouring channels."""
-        words = ptx.load_shared(self.per_lane // 2, self.own_scales, self.parts["scale"])
-        words = [words] if self.per_lane == 2 else words
+        """Rows of q times the page's scales; a lane takes D / 32 neighbouring channels. Mins that are no float16 in the
+        record become so."""
+        words = self.metadata.load("scale")
+        if self.decodes_mins:
+            ptx.store_shared(self.metadata.load("min"), self.own_mins, self.mins)
         for j in range(self.per_lane):
             scale = ptx.splat_half(words[j // 2], j % 2)
             row = ptx.load_shared(4, self.own_queries, 16 * j)
@@ -113,7 +120,7 @@ class KeyStage:
             for i in range(2):
                 words = ptx.load_shared(4, self.chunk, self.parts["low"] + ODD_CHUNK * (2 * pair + i))
                 scores = self._add(scores, words, scaled[2 * i : 2 * i + 2])
-                mins = ptx.ldmatrix(4, self.min_rows, self.parts["min"] + 64 * pair + 32 * i, transpose=False)
+                mins = ptx.ldmatrix(4, self.min_rows, self.mins + 64 * pair + 32 * i, transpose=False)
                 bias = ptx.mma(bias, mins, plain[2 * i : 2 * i + 2])
         return self._boosted(scores), bias[:2]
 
@@ -211,15 +218,12 @@ class ValueStage:
         self.block, self.plan = block, plan
         self.parts = {name: plan.smem.value + part.offset for name, part in plan.fmt.value_parts.items()}
         self.chunk = ptx.add(block.warp_base, ptx.mul(block.lane, 16))
-        self.own_tokens = ptx.add(block.warp_base, ptx.mul(block.g, 32))  # the lane's 16 tokens are g * 16 ...
+        self.metadata = MetadataPairs(plan.fmt, self.parts, block.warp_base, ptx.mul(block.g, 16), 16, small=True)
         self.tiles = plan.head_dim // 16
 
     def operands(self, p: list[list[Value]], bias: list[Value]) -> tuple[list[Value], list[Value]]:
         """(B operand: p times value scale, two words for each 16 tokens; bias plus p times value min)."""
-        load = lambda name: [  # noqa: E731
-            x for half in range(2) for x in ptx.load_shared(4, self.own_tokens, self.parts[name] + 16 * half)
-        ]
-        scales, mins = load("scale"), load("min")
+        scales, mins = self.metadata.load("scale"), self.metadata.load("min")
         words = []
         for tile, tile_weights in enumerate(p):
             low_high = ptx.unpack_pair(mins[tile], "f16")  # tokens 2 tile and 2 tile + 1 of the lane

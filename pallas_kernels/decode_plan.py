@@ -134,7 +134,7 @@ def _round_up(x: int, multiple: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
     """Byte offsets. Of the block: query rows, merge statistics, exponents of q; of a warp, from its base: key record,
-    value record, scaled query rows, barriers."""
+    value record, scaled query rows, mins as float16 where the record has them otherwise, barriers."""
 
     stats: int
     exponents: int
@@ -143,6 +143,7 @@ class SharedMemory:
     key: int
     value: int
     scaled: int
+    mins: int
     barriers: int
 
     @property
@@ -159,5 +160,6 @@ class SharedMemory:
         partial = 4 * COLUMNS * fmt.head_dim  # what a warp has at the end lies in its slots
         value = _round_up(max(4 * fmt.key_words, partial), 128)
         scaled = value + _round_up(max(4 * fmt.value_words, partial), 128)
-        barriers = scaled + padded_rows(fmt.head_dim)
-        return cls(stats, exponents, warps, _round_up(barriers + 16, 128), 0, value, scaled, barriers)
+        mins = scaled + padded_rows(fmt.head_dim)
+        barriers = mins + (0 if fmt.metadata == "float16" else 2 * fmt.head_dim)
+        return cls(stats, exponents, warps, _round_up(barriers + 16, 128), 0, value, scaled, mins, barriers)

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels import store_ptx as sx
 from kitty_jax.pallas_kernels import store_tile_mgpu as tiles
+from kitty_jax.pallas_kernels.metadata_mgpu import load_number
 from kitty_jax.pallas_kernels.mosaic_ptx import THREADS, Value
 from kitty_jax.pallas_kernels.pages import PageFormat, Part
 from kitty_jax.pallas_kernels.store_tile_mgpu import CHUNK, KINDS, PAGE, Layout
@@ -138,9 +139,9 @@ class Block:
         exponent = ptx.load_shared_byte(self.part["exponent"], signed=True)
         self.power = ptx.power_of_two(exponent)
 
-    def scaled_half(self, pointer: Value, offset: int) -> Value:
-        """A float16 of the record times the page's power of two."""
-        return ptx.fmul(sx.float_of_half(sx.load_shared_half(pointer, offset)), self.power)
+    def metadata(self, name: str, index: Value, offset: int = 0) -> Value:
+        """Scale or min number ``index + offset``, times the page's power of two."""
+        return ptx.fmul(load_number(self.fmt, self.part, name, index, offset), self.power)
 
     @staticmethod
     def number(code: Value, scale: Value, low: Value) -> Value:
@@ -177,9 +178,8 @@ class Block:
         rh = ptx.bit_and(self.rest, 1)
         scales, lows, high = [], [], []
         for channel in range(8):
-            where = ptx.mul(self.eighth, 16)
-            scales.append(self.scaled_half(ptx.add(self.part["scale"], where), 2 * channel))
-            lows.append(self.scaled_half(ptx.add(self.part["min"], where), 2 * channel))
+            scales.append(self.metadata("scale", ptx.mul(self.eighth, 8), channel))
+            lows.append(self.metadata("min", ptx.mul(self.eighth, 8), channel))
             high.append(
                 ptx.load_shared_byte(ptx.add(self.at["slots"], ptx.mul(self.eighth, 8)), channel)
                 if self.fmt.boosted
@@ -235,9 +235,7 @@ class Block:
                 shift = ptx.mul(ptx.add(tile, ptx.mul(odd, 4)), 2)
             shift = ptx.add(shift, ptx.mul(e, 16))
             token = ptx.add(ptx.add(ptx.mul(self.warp, PAGE // 4), ptx.mul(e, PAGE // 8)), half_tile)
-            where = ptx.mul(token, 2)
-            scale = self.scaled_half(ptx.add(self.part["scale"], where), 0)
-            low = self.scaled_half(ptx.add(self.part["min"], where), 0)
+            scale, low = self.metadata("scale", token), self.metadata("min", token)
             numbers = []
             for row in range(8):
                 offset = group // 2 * 32 * CHUNK + group % 2 * 8 + row * 4 * CHUNK

@@ -273,6 +273,16 @@ def hmul2(a: Value, b: Value) -> Value:
     return asm("mul.rn.f16x2 $0, $1, $2;", "r", (a, b))
 
 
+def hadd2(a: Value, b: Value) -> Value:
+    """Sum of two pairs of float16."""
+    return asm("add.rn.f16x2 $0, $1, $2;", "r", (a, b))
+
+
+def hfma2(a: Value, b: Value, c: Value) -> Value:
+    """a * b + c of pairs of float16, rounded once."""
+    return asm("fma.rn.f16x2 $0, $1, $2, $3;", "r", (a, b, c))
+
+
 def splat_half(pair: Value, which: int) -> Value:
     """(x, x) of the low (0) or high (1) 16 bits x of a word."""
     half = ("lo", "hi")[which]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels import store_ptx as sx
 from kitty_jax.pallas_kernels import store_tile_mgpu as tiles
+from kitty_jax.pallas_kernels.metadata_mgpu import Metadata, scale_and_min, scratch_bytes
 from kitty_jax.pallas_kernels.mosaic_ptx import THREADS, Value
 from kitty_jax.pallas_kernels.pages import PageFormat
 from kitty_jax.pallas_kernels.quantize import Score
@@ -59,6 +60,7 @@ class KeyPlan:
             keys=4 * d,
             thresholds=3 * self.tile.itemsize * d,
             warps=4 * 16,
+            metadata=scratch_bytes(self.fmt),
         )
 
 
@@ -210,16 +212,18 @@ class ChannelBlock:
     def store_channel(self, name: str, value: Value) -> None:
         ptx.store_shared([value], ptx.add(self.at[name], ptx.mul(self.channel, 4)))
 
-    def best_range(self, low: Value, high: Value, reciprocal: Value, levels: Value) -> tuple[Value, Value]:
-        """Scale and min of the shrink factor of least squared error, ties to the first, as float16 bits."""
+    def best_range(
+        self, metadata: Metadata, low: Value, high: Value, reciprocal: Value, levels: Value
+    ) -> tuple[Value, Value]:
+        """Scale and min of the shrink factor of least squared error, ties to the first."""
         self.store_channel("keys", levels)
         pair, _ = self.pair_and_part()
         load = lambda pointer, offset: ptx.load_shared(1, pointer, offset, kind="f")  # noqa: E731
 
         def attempt(cut):
-            scale, base = tiles.scale_and_min(*tiles.shrunk_range(low, high, cut), reciprocal)
-            self.store_channel("steps", sx.float_of_half(scale))
-            self.store_channel("bases", sx.float_of_half(base))
+            scale, base = scale_and_min(metadata, *tiles.shrunk_range(low, high, cut), reciprocal)
+            self.store_channel("steps", scale)
+            self.store_channel("bases", base)
             ptx.sync_block()
             steps, bases, tops = (
                 ptx.load_shared(2, ptx.add(self.at[name], ptx.mul(pair, 8)), kind="f")

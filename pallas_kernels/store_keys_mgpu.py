@@ -20,6 +20,7 @@ from jax import Array
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels import store_ptx as sx
 from kitty_jax.pallas_kernels import store_tile_mgpu as tiles
+from kitty_jax.pallas_kernels.metadata_mgpu import choose_metadata, scale_and_min
 from kitty_jax.pallas_kernels.mosaic_ptx import THREADS, Value
 from kitty_jax.pallas_kernels.pages import PageFormat
 from kitty_jax.pallas_kernels.quantize import KEY_LIMIT_LOG2, Score
@@ -110,15 +111,17 @@ class KeyBlock(ChannelBlock):
         self.inverse = ptx.power_of_two(ptx.sub(ptx.i32(0), exponent))
         low, high = ptx.fmul(self.lowest, self.inverse), ptx.fmul(self.highest, self.inverse)
         reciprocal = ptx.select(boosted, ptx.f32(tiles.RECIPROCAL[4]), ptx.f32(tiles.RECIPROCAL[2]))
+        metadata = choose_metadata(self.fmt, low, high, reciprocal, self.plan.shrink, self.warp, self.at["metadata"])
         if self.plan.shrink == (1.0,):
-            scale, low = tiles.scale_and_min(low, high, reciprocal)
+            scale, base = scale_and_min(metadata, low, high, reciprocal)
         else:
             levels = ptx.select(boosted, ptx.f32(15.0), ptx.f32(3.0))
-            scale, low = self.best_range(low, high, reciprocal, levels)
-        own = ptx.mul(self.channel, 2)
-        sx.store_shared_half(scale, ptx.add(self.part["scale"], own))
-        sx.store_shared_half(low, ptx.add(self.part["min"], own))
-        step, base = tiles.step_of(scale), sx.float_of_half(low)
+            scale, base = self.best_range(metadata, low, high, reciprocal, levels)
+        metadata.store(self.part, self.channel, scale, base)
+        for i, word in enumerate(metadata.grid_words()):
+            for j in range(4):  # byte by byte: odd numbers of channels come before it
+                sx.store_shared_byte(ptx.shr(word, 8 * j), self.part["grid"], 4 * i + j)
+        step = tiles.nonzero(scale)
         self.store_channel("steps", step)
         self.store_channel("bases", base)
         if self.fmt.boosted < self.fmt.head_dim:

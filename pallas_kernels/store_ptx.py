@@ -85,6 +85,16 @@ def float_of_half(a: Value, kind: str = "f16") -> Value:
     return asm("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", "f", (a,))
 
 
+def float_of_int(a: Value) -> Value:
+    """float32 of a small signed integer, exactly."""
+    return asm("cvt.rn.f32.s32 $0, $1;", "f", (a,))
+
+
+def floor_to_int(a: Value) -> Value:
+    """The greatest integer not above a float32."""
+    return asm("cvt.rmi.s32.f32 $0, $1;", "r", (a,))
+
+
 def min_pair(a: Value, b: Value, kind: str) -> Value:
     """Elementwise minimum of two words of two ``kind`` numbers."""
     return asm(f"min.{kind}x2 $0, $1, $2;", "r", (a, b))

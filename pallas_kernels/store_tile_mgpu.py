@@ -170,21 +170,14 @@ def page_exponent(top: Value, warp: Value, scratch: Value, limit_log2: int) -> V
     return ptx.max_signed(ptx.sub(ptx.shr(ptx.bits_of(top), 23), 126 + limit_log2), 0)
 
 
-def scale_and_min(low: Value, high: Value, reciprocal: Value) -> tuple[Value, Value]:
-    """float16 bits of scale and min for the range from ``low`` to ``high``."""
-    low = sx.half_of(ptx.fadd(low, ptx.f32(0.0)))  # -0 + 0 is +0
-    width = ptx.fmax(ptx.fsub(high, sx.float_of_half(low)), ptx.f32(0.0))
-    return sx.half_of(ptx.fmul(width, reciprocal)), low
+def scale_of(low: Value, high: Value, reciprocal: Value) -> Value:
+    """The unrounded scale of the range from ``low`` to ``high``; ``reciprocal`` is of its number of steps."""
+    return ptx.fmul(ptx.fmax(ptx.fsub(high, low), ptx.f32(0.0)), reciprocal)
 
 
 def nonzero(step: Value) -> Value:
     """The step to divide by: 1 where it is 0."""
     return ptx.select(ptx.equal(ptx.bits_of(step), 0), ptx.f32(1.0), step)
-
-
-def step_of(scale: Value) -> Value:
-    """The step to divide by, of float16 bits."""
-    return nonzero(sx.float_of_half(scale))
 
 
 def half_cut(factor: float) -> float:
@@ -216,9 +209,8 @@ def best_of(factors: Sequence[float], attempt: Callable[[Value], tuple[Value, Va
         old = (error, scale, low)
         return [ptx.select(first, a, ptx.select(better, a, b)) for a, b in zip(new, old, strict=True)]
 
-    zero = ptx.i32(0)
-    init = [ptx.float_of(ptx.i32(0x7F800000)), zero, zero]
-    _, scale, low = ptx.loop(zero, ptx.i32(len(factors)), ptx.i32(1), init, body)
+    init = [ptx.float_of(ptx.i32(0x7F800000)), ptx.f32(0.0), ptx.f32(0.0)]
+    _, scale, low = ptx.loop(ptx.i32(0), ptx.i32(len(factors)), ptx.i32(1), init, body)
     return scale, low
 
 

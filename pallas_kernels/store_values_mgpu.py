@@ -14,6 +14,7 @@ from jax import Array
 from kitty_jax.pallas_kernels import mosaic_ptx as ptx
 from kitty_jax.pallas_kernels import store_ptx as sx
 from kitty_jax.pallas_kernels import store_tile_mgpu as tiles
+from kitty_jax.pallas_kernels.metadata_mgpu import Metadata, choose_metadata, scale_and_min, scratch_bytes
 from kitty_jax.pallas_kernels.mosaic_ptx import Value
 from kitty_jax.pallas_kernels.pages import PageFormat
 from kitty_jax.pallas_kernels.quantize import VALUE_LIMIT_LOG2
@@ -55,6 +56,7 @@ class ValuePlan:
             tile=self.tile.size,
             tokens=PAGE * 16,
             warps=16,
+            metadata=scratch_bytes(self.fmt),
         )
 
 
@@ -141,15 +143,14 @@ class ValueBlock:
         low, high = self.reduce(lowest, sx.fmin), self.reduce(highest, ptx.fmax)
         top = ptx.reduce_lanes(ptx.fmax, ptx.fmax(ptx.fabs(low), ptx.fabs(high)), (1, 2, 4, 8, 16))
         exponent = tiles.page_exponent(top, self.warp, self.at["warps"], VALUE_LIMIT_LOG2)
-        with ptx.when(ptx.equal(self.tid, 0)):
-            ptx.store_shared([exponent, ptx.i32(0), ptx.i32(0), ptx.i32(0)], self.part["exponent"])
         self.inverse = ptx.power_of_two(ptx.sub(ptx.i32(0), exponent))
         low, high = ptx.fmul(low, self.inverse), ptx.fmul(high, self.inverse)
-        scale, low = self.choose_range(row, low, high)
-        own = ptx.mul(self.tid, 2)
-        sx.store_shared_half(scale, ptx.add(self.part["scale"], own))
-        sx.store_shared_half(low, ptx.add(self.part["min"], own))
-        step, base = tiles.step_of(scale), sx.float_of_half(low)
+        reciprocal = ptx.f32(tiles.RECIPROCAL[self.fmt.value_bits])
+        metadata = choose_metadata(self.fmt, low, high, reciprocal, self.plan.shrink, self.warp, self.at["metadata"])
+        scale, base = self.choose_range(metadata, row, low, high, reciprocal)
+        metadata.store(self.part, self.tid, scale, base)
+        self.end_record(metadata.grid_words(), exponent)
+        step = tiles.nonzero(scale)
         if self.fmt.value_bits == 2:
             power = ptx.power_of_two(exponent)
             token = [self.limit(sx.first_with_code(i + 1, base, step, power)) for i in range(3)]
@@ -158,19 +159,29 @@ class ValueBlock:
             token = [ptx.bits_of(x) for x in (step, base, ptx.rcp(step))] + [ptx.i32(0)]
         ptx.store_shared(token, ptx.add(self.at["tokens"], ptx.mul(self.tid, 16)))
 
-    def choose_range(self, row: Value, low: Value, high: Value) -> tuple[Value, Value]:
-        """float16 bits of scale and min of the token at ``row``, whose numbers go from ``low`` to ``high``."""
-        shrink, reciprocal = self.plan.shrink, ptx.f32(tiles.RECIPROCAL[self.fmt.value_bits])
+    def end_record(self, grid: list[Value], exponent: Value) -> None:
+        """The bytes of the record that follow scale and min: 16."""
+        words = [*grid, exponent]
+        first = self.part["grid" if grid else "exponent"]
+        with ptx.when(ptx.equal(self.tid, 0)):
+            ptx.store_shared(words + [ptx.i32(0)] * (4 - len(words)), first)
+
+    def choose_range(
+        self, metadata: Metadata, row: Value, low: Value, high: Value, reciprocal: Value
+    ) -> tuple[Value, Value]:
+        """Scale and min of the token at ``row``, whose numbers go from ``low`` to ``high``."""
+        shrink = self.plan.shrink
         if shrink == (1.0,):
-            return tiles.scale_and_min(low, high, reciprocal)
+            return scale_and_min(metadata, low, high, reciprocal)
 
         def attempt(cut):
-            scale, base = tiles.scale_and_min(*tiles.shrunk_range(low, high, cut), reciprocal)
-            return self.token_error(row, sx.float_of_half(scale), sx.float_of_half(base)), scale, base
+            scale, base = scale_and_min(metadata, *tiles.shrunk_range(low, high, cut), reciprocal)
+            return self.token_error(row, scale, base), scale, base
 
         if len(shrink) > 1:
             return tiles.best_of(shrink, attempt)
-        return tiles.scale_and_min(*tiles.shrunk_range(low, high, ptx.f32(tiles.half_cut(shrink[0]))), reciprocal)
+        ends = tiles.shrunk_range(low, high, ptx.f32(tiles.half_cut(shrink[0])))
+        return scale_and_min(metadata, *ends, reciprocal)
 
     def token_error(self, row: Value, step: Value, base: Value) -> Value:
         """Squared error of the token's numbers, added in the order of :func:`.quantize.tree_sum`: the highest bit of

@@ -32,7 +32,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.cache_spec import caches_from_spec
+from kitty_jax.config import CACHE_NAMES
 from kitty_jax.memory import format_bytes, parse_bytes
 from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_to_hf
 from kitty_jax.plan import KVPlan
@@ -98,9 +99,9 @@ def planned(asked: str, request: Request) -> str:
     memory = {"budget": request.budget, "weights": weight_shapes(config), "reserve": request.reserve}
     sizes = {"length": request.capacity, **memory}
     if request.batch is None:
-        plan = KVPlan.for_budget(config, request.method, **sizes)
+        plan = KVPlan.for_budget(config, caches_from_spec(request.method), **sizes)
     else:
-        plan = KVPlan.for_batch(config, request.method, batch=request.batch, **sizes)
+        plan = KVPlan.for_batch(config, caches_from_spec(request.method), batch=request.batch, **sizes)
     parts = {"weights": plan.weights, "cache": plan.parts["total"], "workspace": plan.workspace, "left": plan.free}
     text = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
     return f"{head} {plan.batch} sequences of {request.capacity:,} tokens: {text}"
@@ -199,7 +200,8 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--model-shape", default="qwen3-8b", help=f"{', '.join(CONFIG_NAMES)}, or a path (default: %(default)s)")
     add("--layers", type=int, help="instead of the model's")
-    add("--cache", action="append", help=f"of ours, repeatable: {', '.join(CACHE_NAMES)} (default: kitty-pro, full)")
+    names = ", ".join(CACHE_NAMES)
+    add("--cache", action="append", help=f"of ours, repeatable: {names}, NAME:FIELD=VALUE (default: kitty-pro, full)")
     add("--baseline", action="append", choices=BASELINES, help="repeatable (default: none)")
     add("--phases", default=",".join(PHASES), help="of generate,equal (default: both)")
     add("--budget", type=_size, default="80GB", help="memory of the generation (default: %(default)s)")
@@ -260,7 +262,7 @@ def plan_requests(options: argparse.Namespace) -> tuple[list[tuple[str, Request]
         raise ValueError(f"--new {options.new} is too short for {options.repeats} windows of {options.steps} steps")
     caches = options.cache or ([] if options.baseline else ["kitty-pro", "full"])
     for name in caches:
-        cache_from_name(name)
+        caches_from_spec(name)
     capacity = options.prompt + options.new
     default = (options.prompt, capacity // 8, capacity // 4, capacity // 2, capacity)
     lengths = (options.prompt, capacity) if options.quick else options.sample_lengths or default

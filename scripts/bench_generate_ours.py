@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitty_jax.cache_spec import caches_from_spec
 from kitty_jax.config import CacheConfig, layer_configs
 from kitty_jax.models.registry import config_from_hf, random_model
-from kitty_jax.plan import KVPlan
+from kitty_jax.plan import Cache, KVPlan
 from kitty_jax.prefill_plan import plan_prefill
 from kitty_jax.state import KVState, init_state
 from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
@@ -52,7 +53,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
 
 def _generate(request: Request, model: FunctionalModel) -> Iterator[dict[str, Any]]:
     """The whole generation at its largest batch, or at a given one."""
-    cache, capacity = request.method, request.capacity
+    cache, capacity = caches_from_spec(request.method), request.capacity
     memory = {"budget": request.budget, "weights": model.params, "reserve": request.reserve}
     if request.batch is None:
         plan = KVPlan.for_budget(model.config, cache, length=capacity, **memory)
@@ -83,7 +84,7 @@ def _generate(request: Request, model: FunctionalModel) -> Iterator[dict[str, An
 
 def _equal(request: Request, model: FunctionalModel) -> Iterator[dict[str, Any]]:
     """Steps at a batch that all methods share."""
-    cache, batch = request.method, request.equal_batch
+    cache, batch = caches_from_spec(request.method), request.equal_batch
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     fitting = []  # the budget is not asked here: what fits the device is compared
     for length in sorted(request.equal_lengths):
@@ -134,7 +135,7 @@ def _steps(model: FunctionalModel, state: KVState, tokens: jax.Array, steps: jax
 class Loop:
     """Compiled decode steps over one state of ``batch`` sequences of up to ``capacity`` tokens."""
 
-    def __init__(self, model: FunctionalModel, cache: str, batch: int, capacity: int):
+    def __init__(self, model: FunctionalModel, cache: Cache, batch: int, capacity: int):
         self.model, self.batch, self.capacity = model, batch, capacity
         self.configs = layer_configs(cache, model.config.num_layers)
         self.make = functools.partial(init_state, cache, model.config, batch=batch, capacity=capacity)

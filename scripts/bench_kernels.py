@@ -30,12 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 from kitty_jax.pallas_kernels.decode_attention import decode_attention
 from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan
-from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat, join_record
+from kitty_jax.pallas_kernels.metadata import Grid, grid_bytes
+from kitty_jax.pallas_kernels.pages import METADATA, LayerKV, PageFormat, join_record
 from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_tuning
 from scripts.bench_store import bench_store, store_arguments
 from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
 
 SCALE_RANGE = (0.05, 0.55)
+BYTE_GRIDS = ((-9, 1), (-8, -14))  # step and base for about the same scales and mins in bytes
 
 
 # ---------------------------------------------------------------- decode attention
@@ -73,6 +75,7 @@ class DecodeShape:
 DECODE_SHAPES = [
     DecodeShape(32, 32768),
     DecodeShape(32, 32768, fmt=KITTY),
+    DecodeShape(32, 32768, fmt=dataclasses.replace(KITTY_PRO, metadata="fixed8")),
     DecodeShape(1, 131072),
     DecodeShape(8, 32768),
     DecodeShape(128, 4096),
@@ -98,6 +101,11 @@ def random_records(key, fmt: PageFormat, pool: int, kv_heads: int) -> tuple[jax.
             shape = (*batch, part.count)
             if name in ("low", "high"):
                 out[name] = jax.random.bits(next(keys), shape, jnp.uint32)
+            elif part.dtype == jnp.uint8 and name in ("scale", "min"):
+                out[name] = jax.random.randint(next(keys), shape, 0, 256, jnp.int32).astype(jnp.uint8)
+            elif name == "grid":
+                grids = grid_bytes(*(Grid(*jnp.int32(grid)) for grid in BYTE_GRIDS))
+                out[name] = jnp.broadcast_to(grids, shape)
             elif name == "scale":
                 low, high = SCALE_RANGE
                 out[name] = jax.random.uniform(next(keys), shape, minval=low, maxval=high).astype(jnp.float16)
@@ -214,6 +222,7 @@ def bench_decode(args: argparse.Namespace) -> Iterator[dict]:
             (DecodeShape(3, 1000, 2), 1),
             (DecodeShape(2, 2000, 2, fmt=PageFormat(head_dim=64, boosted=8)), 3),
             (DecodeShape(2, 700, 2, fmt=KITTY, new=3), 2),
+            (DecodeShape(3, 1000, 2, fmt=dataclasses.replace(KITTY_PRO, metadata="fixed8")), 1),
         ]
     ):
         error = check_decode(shape, splits)
@@ -225,7 +234,7 @@ def bench_decode(args: argparse.Namespace) -> Iterator[dict]:
         shapes = [
             DecodeShape(
                 *(int(x) for x in text.split(",")),
-                fmt=PageFormat(head_dim=args.head_dim, boosted=args.boosted),
+                fmt=PageFormat(head_dim=args.head_dim, boosted=args.boosted, metadata=args.metadata),
                 new=args.new,
             )
             for text in args.shape
@@ -254,6 +263,7 @@ def bench_decode_shape(shape: DecodeShape, tunings: list[DecodeTuning], baseline
             "T": shape.new,
             "D": shape.fmt.head_dim,
             "C": shape.fmt.boosted,
+            "metadata": shape.fmt.metadata,
             "splits": make_plan(q, layer, operands[1][0], scale, tuning).splits,
             "us": round(t.median * 1e6, 1),
             "us_low": round(t.low * 1e6, 1),
@@ -273,6 +283,7 @@ def decode_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", help="B,tokens or B,tokens,K,Q instead of the table; may repeat")
     parser.add_argument("--head-dim", type=int, default=128, help="of --shape")
     parser.add_argument("--boosted", type=int, default=32, help="of --shape")
+    parser.add_argument("--metadata", choices=METADATA, default="float16", help="of --shape")
     parser.add_argument("--new", type=int, default=1, help="new tokens a sequence, of --shape")
     parser.add_argument("--sweep-splits", default="0", help="splits to time, e.g. 1,2,4; 0 is the tuning's choice")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with the reference out")

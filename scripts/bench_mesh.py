@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitty_jax.cache_spec import caches_from_spec
 from kitty_jax.models.registry import random_model
 from kitty_jax.models.sharding import check_mesh, make_mesh
 from kitty_jax.state import KVState, init_state
@@ -35,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", default="qwen3-8b", help="a name, or the path of a config.json")
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--cache", action="append", help="may be repeated; default kitty-pro")
+    parser.add_argument("--cache", action="append", help="NAME or NAME:FIELD=VALUE; may be repeated; default kitty-pro")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=16384, help="cached tokens of each sequence")
     parser.add_argument("--ways", default="1,2", help="sizes of the 'model' axis, comma-separated")
@@ -62,7 +63,9 @@ def measure(config, cache: str, ways: int, options: argparse.Namespace) -> tuple
     check_mesh(mesh, config)
     model = functional(random_model(config, mesh=mesh))
     capacity = options.length + 2 * options.steps
-    make = functools.partial(init_state, cache, config, batch=options.batch, capacity=capacity, mesh=mesh)
+    make = functools.partial(
+        init_state, caches_from_spec(cache), config, batch=options.batch, capacity=capacity, mesh=mesh
+    )
     state = random_state(make)
     tokens = jax.random.randint(jax.random.key(1), (options.batch,), 0, config.vocab_size, jnp.int32)
     lengths = np.full(options.batch, options.length, np.int32)

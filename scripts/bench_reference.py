@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.attention import Step, attend_token
-from kitty_jax.config import CACHE_NAMES, cache_from_name
+from kitty_jax.cache_spec import caches_from_spec
+from kitty_jax.config import CACHE_NAMES
 from kitty_jax.pool import reserve
 from kitty_jax.state import KVShape, init_state
 from kitty_jax.update import append_chunk, flush
@@ -45,7 +46,7 @@ def fill(state, keys, values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", default="kitty-pro", help=f"one of {', '.join(CACHE_NAMES)}")
+    parser.add_argument("--cache", default="kitty-pro", help=f"{', '.join(CACHE_NAMES)}, or NAME:FIELD=VALUE")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192], help="tokens cached")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--layers", type=int, default=2)
@@ -75,7 +76,7 @@ def main():
     print(f"{'tokens':>8} {'median ms':>10} {'10 % to 90 %':>16} {'ratio to linear':>16}")
     base = None
     for size in sizes:
-        state = init_state(cache_from_name(args.cache), shape, batch=args.batch, capacity=capacity)
+        state = init_state(caches_from_spec(args.cache), shape, batch=args.batch, capacity=capacity)
         for _ in range(size // 512):
             state = grow(state, *chunk)
         if size % 512:

@@ -18,7 +18,7 @@ from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
 @dataclasses.dataclass(frozen=True)
 class Case:
     """``op`` on ``pages`` pages of ``heads`` KV heads each; ``slots`` is W, ``boosted`` of keys, ``bits`` of values,
-    ``shrink`` the factors of ranges to try."""
+    ``shrink`` the factors of ranges to try, ``metadata`` how scale and min are stored."""
 
     op: str
     what: str
@@ -30,10 +30,11 @@ class Case:
     slots: int = 128
     dtype: str = "bfloat16"
     shrink: tuple[float, ...] = (1.0,)
+    metadata: str = "float16"
 
     @property
     def fmt(self) -> PageFormat:
-        return PageFormat(head_dim=self.head_dim, boosted=self.boosted, value_bits=self.bits)
+        return PageFormat(head_dim=self.head_dim, boosted=self.boosted, value_bits=self.bits, metadata=self.metadata)
 
     @property
     def is_keys(self) -> bool:
@@ -59,6 +60,8 @@ CASES = [
     Case("store_values", "decode step, 256 sequences", 256, slots=256),
     Case("store_values", "decode step, 256 sequences, shrink 0.8", 256, slots=256, shrink=(0.8,)),
     Case("store_values", "decode step, 256 sequences, best of 3 shrinks", 256, slots=256, shrink=(1.0, 0.9, 0.8)),
+    Case("store_keys", "decode step, 256 sequences, fixed8", 256, metadata="fixed8"),
+    Case("store_values", "decode step, 256 sequences, fixed8", 256, slots=256, metadata="fixed8"),
     Case("store_keys", "prefill, 32 x 8,192 tokens", 2048),
     Case("store_keys", "prefill, 32 x 8,192 tokens", 2048, boosted=16),
     Case("store_keys", "prefill, 32 x 8,192 tokens, K4", 2048, boosted=128),

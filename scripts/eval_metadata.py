@@ -1,9 +1,11 @@
-"""`evaluate.py metadata`: what scale and min in fewer bits than float16 would cost, which no cache here stores.
+"""`evaluate.py metadata`: what scale and min in fewer bits than float16 would cost, in encodings simulated here.
 
-An encoding is KIND,SCALE BITS,MIN BITS,BOOSTED CHANNELS. Kinds: `f16`, the package's own; `lin`, both at equal steps
-between the least and the greatest of the page and KV head, which are float16; `log`, the scale at equal steps of its
-logarithm; `e4m3`, float8 with a power of two per page and KV head. Codes are computed against the encoded numbers, and
-the key shrink is searched with them. The encoding is data and no constant, so a cache compiles once for all.
+The package has one of its own, `kitty:metadata=fixed8`, which `evaluate.py text` measures as it is: near `lin,8,8`.
+
+An encoding is KIND,SCALE BITS,MIN BITS,BOOSTED CHANNELS. Kinds: `f16`, the package's default; `lin`, both at equal
+steps between the least and the greatest of the page and KV head, which are float16; `log`, the scale at equal steps of
+its logarithm; `e4m3`, float8 with a power of two per page and KV head. Codes are computed against the encoded numbers,
+and the key shrink is searched with them. The encoding is data and no constant, so a cache compiles once for all.
 """
 
 from __future__ import annotations
@@ -205,6 +207,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, cache in caches.items():
         if not isinstance(cache, CacheConfig) or not cache.quantized or cache.value_bits != 2:
             raise ValueError(f"{name}: wanted one quantized cache with 2-bit values for all layers")
+        if cache.metadata != "float16":
+            raise ValueError(f"{name}: the encodings say how scale and min are stored; leave out {cache.metadata}")
         if cache.selection not in ("magnitude", "range", "variance", "sensitivity"):
             raise ValueError(
                 f"{name}: selection {cache.selection!r} is not simulated here; use magnitude or sensitivity"

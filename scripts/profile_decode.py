@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 import jax
 
+from kitty_jax.cache_spec import caches_from_spec
 from kitty_jax.models.registry import random_model
 from kitty_jax.steps import functional
 from scripts.bench_generate_common import spread
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model-shape", default="qwen3-8b", help="a name, or a path of a config.json")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--fused", action="store_true", help="QKV and gate/up as one product each")
-    parser.add_argument("--cache", default="kitty-pro")
+    parser.add_argument("--cache", default="kitty-pro", help="NAME or NAME:FIELD=VALUE")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=8256, help="tokens of a sequence's cache")
     parser.add_argument("--length", type=int, action="append", help="cached tokens; may repeat (default 8192)")
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="a JSON object a length")
     args = parser.parse_args(argv)
     config = dataclasses.replace(read_shape(args.model_shape, args.layers), fused=args.fused)
-    loop = Loop(functional(random_model(config)), args.cache, args.batch, args.capacity)
+    loop = Loop(functional(random_model(config)), caches_from_spec(args.cache), args.batch, args.capacity)
     loop.compile()
     loop.fill()
     for length in args.length or [8192]:

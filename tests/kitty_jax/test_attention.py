@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.attention import Step, attend_chunk, attend_fresh, attend_token
+from kitty_jax.cache_spec import cache_from_spec
 from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
 from kitty_jax.flash import causal_attention, masked_attention
 from kitty_jax.oracle import Oracle
@@ -45,7 +46,7 @@ def _append_and_attend(state, keys, values, num_new, q, k, v):
 @functools.cache
 def _case(name: str, head_dim: int):
     """A history for each length, the oracle that holds it, and the output of a decode step on it."""
-    config = cache_from_name(name)
+    config = cache_from_spec(name)
     keys, values = random_kv(head_dim, len(LENGTHS), max(LENGTHS) + 1, K, head_dim)
     q = random_q(1, len(LENGTHS), N, head_dim)
     oracles, outs = [], []
@@ -67,6 +68,7 @@ BOUNDARY_CASES = [
     if not cache_from_name(name).weighs_queries
     for d in (64, 128)
 ]
+BOUNDARY_CASES += [(d, "kitty_pro:metadata=fixed8") for d in (64, 128)]
 
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["batch", "alone"])

@@ -9,6 +9,7 @@ import pytest
 
 from kitty_jax import simulation
 from kitty_jax.attention import Step, attend_token
+from kitty_jax.cache_spec import cache_from_spec
 from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
 from kitty_jax.models.llama3 import smollm2_135m
 from kitty_jax.models.registry import random_model
@@ -35,7 +36,7 @@ def qkv(length: int, seed: int = 0) -> tuple[np.ndarray, ...]:
 
 
 def shrunk(name: str, **sizes) -> CacheConfig:
-    config = cache_from_name(name)
+    config = cache_from_spec(name)
     # A cache without a sink stays without one.
     return (
         dataclasses.replace(config, **{**sizes, "sink": min(sizes["sink"], config.sink)})
@@ -60,7 +61,12 @@ def decoded(config: CacheConfig, q, k, v, index: int = 0) -> np.ndarray:
 
 class TestAgainstTheOracle:
     @pytest.mark.parametrize(
-        "name,sizes", [*((name, SIZES[0]) for name in CACHE_NAMES), *(("kitty", s) for s in SIZES[1:])]
+        "name,sizes",
+        [
+            *((name, SIZES[0]) for name in CACHE_NAMES),
+            *(("kitty", s) for s in SIZES[1:]),
+            ("kitty_plus:metadata=fixed8", SIZES[0]),
+        ],
     )
     def test_every_position(self, name, sizes):
         config = shrunk(name, **sizes)

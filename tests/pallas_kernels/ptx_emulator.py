@@ -275,6 +275,14 @@ def float_of_half(a, kind="f16"):
     return a.astype(np.uint16).view(HALVES[kind]).astype(np.float32)
 
 
+def float_of_int(a):
+    return _signed(a).astype(np.float32)
+
+
+def floor_to_int(a):
+    return np.floor(a).astype(np.int32).view(np.uint32)
+
+
 def splat(a):
     return (a & np.uint32(0xFFFF)) * np.uint32(0x10001)
 

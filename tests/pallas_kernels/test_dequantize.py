@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused():
 
 FORMATS = [
     PageFormat(head_dim=d, boosted=c, value_bits=b) for d in (64, 128) for c, b in ((0, 2), (5, 4), (32, 2), (d, 4))
-]
+] + [PageFormat(head_dim=d, boosted=c, value_bits=b, metadata="fixed8") for d, c, b in ((64, 5, 4), (128, 32, 2))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)

@@ -9,6 +9,7 @@ import pytest
 
 from kitty_jax.pallas_kernels import (
     dequantize_mgpu,
+    metadata_mgpu,
     store_channels_mgpu,
     store_keys_mgpu,
     store_tile_mgpu,
@@ -23,11 +24,44 @@ from tests.pallas_kernels.test_store_mgpu import EXTRAS, make
 POOL, HEADS = 4, 2
 IDS = (2, POOL, 0)
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+KEYS = [
+    (128, 32, BF16, "normal", "plain"),
+    (128, 128, BF16, "ties", "plain"),
+    (64, 5, F16, "wide", "plain"),
+    (64, 0, F32, "cancel", "plain"),
+    (64, 16, BF16, "constant", "variance"),
+    (64, 8, BF16, "cancel", "range"),
+    (64, 16, F16, "ties", "weights"),
+    (64, 24, F32, "wide", "scores"),
+    (64, 8, BF16, "normal", "shrink"),
+]
+VALUES = [
+    (128, 2, BF16, 256, "normal", (1.0,)),
+    (128, 4, BF16, 200, "ties", (1.0,)),
+    (64, 2, F32, 128, "cancel", (1.0,)),
+    (64, 2, F16, 256, "constant", (1.0,)),
+    (64, 4, F32, 129, "wide", (1.0,)),
+    (128, 2, BF16, 256, "normal", (0.8,)),
+    (64, 4, F32, 128, "wide", (0.8,)),
+    (128, 2, F16, 128, "constant", (0.8,)),
+    (128, 2, BF16, 128, "normal", (1.0, 0.8, 0.9)),
+    (64, 2, F32, 128, "cancel", (0.75, 1.0)),
+    (64, 4, F16, 200, "ties", (1.0, 0.9, 0.8)),
+]
+PAGES = [
+    ("keys", 128, 32, 2, BF16),
+    ("keys", 64, 13, 2, F32),
+    ("keys", 64, 64, 2, F16),
+    ("keys", 64, 0, 2, BF16),
+    ("values", 128, 0, 2, BF16),
+    ("values", 64, 0, 4, F32),
+]
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    for module in (dequantize_mgpu, store_channels_mgpu, store_keys_mgpu, store_tile_mgpu, store_values_mgpu):
+    stores = (store_channels_mgpu, store_keys_mgpu, store_tile_mgpu, store_values_mgpu)
+    for module in (dequantize_mgpu, metadata_mgpu, *stores):
         monkeypatch.setattr(module, "ptx", ptx_emulator)
         monkeypatch.setattr(module, "sx", ptx_emulator)
 
@@ -37,21 +71,18 @@ def records(words):
 
 
 @pytest.mark.parametrize(
-    "head_dim,boosted,dtype,data,extra",
+    "head_dim,boosted,dtype,data,extra,metadata",
     [
-        (128, 32, BF16, "normal", "plain"),
-        (128, 128, BF16, "ties", "plain"),
-        (64, 5, F16, "wide", "plain"),
-        (64, 0, F32, "cancel", "plain"),
-        (64, 16, BF16, "constant", "variance"),
-        (64, 8, BF16, "cancel", "range"),
-        (64, 16, F16, "ties", "weights"),
-        (64, 24, F32, "wide", "scores"),
-        (64, 8, BF16, "normal", "shrink"),
+        *((*case, "float16") for case in KEYS),
+        (128, 32, BF16, "normal", "plain", "fixed8"),
+        (128, 16, BF16, "wide", "shrink", "fixed8"),
+        (64, 5, F16, "ties", "plain", "fixed8"),
+        (64, 64, F32, "cancel", "plain", "fixed8"),
+        (64, 0, BF16, "constant", "shrink", "fixed8"),
     ],
 )
-def test_keys(head_dim, boosted, dtype, data, extra):
-    fmt = PageFormat(head_dim=head_dim, boosted=boosted)
+def test_keys(head_dim, boosted, dtype, data, extra, metadata):
+    fmt = PageFormat(head_dim=head_dim, boosted=boosted, metadata=metadata)
     keys = make(data, (5, HEADS, 128, head_dim), dtype)[: len(IDS)]
     pool, ids = records(fmt.key_words), jnp.asarray(IDS, jnp.int32)
     options = dict(EXTRAS[extra])
@@ -79,23 +110,17 @@ def test_keys(head_dim, boosted, dtype, data, extra):
 
 
 @pytest.mark.parametrize(
-    "head_dim,value_bits,dtype,slots,data,shrink",
+    "head_dim,value_bits,dtype,slots,data,shrink,metadata",
     [
-        (128, 2, BF16, 256, "normal", (1.0,)),
-        (128, 4, BF16, 200, "ties", (1.0,)),
-        (64, 2, F32, 128, "cancel", (1.0,)),
-        (64, 2, F16, 256, "constant", (1.0,)),
-        (64, 4, F32, 129, "wide", (1.0,)),
-        (128, 2, BF16, 256, "normal", (0.8,)),
-        (64, 4, F32, 128, "wide", (0.8,)),
-        (128, 2, F16, 128, "constant", (0.8,)),
-        (128, 2, BF16, 128, "normal", (1.0, 0.8, 0.9)),
-        (64, 2, F32, 128, "cancel", (0.75, 1.0)),
-        (64, 4, F16, 200, "ties", (1.0, 0.9, 0.8)),
+        *((*case, "float16") for case in VALUES),
+        (128, 2, BF16, 256, "normal", (1.0,), "fixed8"),
+        (128, 2, BF16, 200, "wide", (0.8,), "fixed8"),
+        (64, 4, F32, 128, "cancel", (1.0,), "fixed8"),
+        (64, 2, F16, 129, "constant", (1.0, 0.8, 0.9), "fixed8"),
     ],
 )
-def test_values(head_dim, value_bits, dtype, slots, data, shrink):
-    fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
+def test_values(head_dim, value_bits, dtype, slots, data, shrink, metadata):
+    fmt = PageFormat(head_dim=head_dim, value_bits=value_bits, metadata=metadata)
     values = make(data, (5, HEADS, slots, head_dim), dtype)[: len(IDS)]
     pool, ids = records(fmt.value_words), jnp.asarray(IDS, jnp.int32)
     starts = jnp.asarray([slots - 1, 0, slots // 3] if slots > 128 else [0, 0, 0], jnp.int32)
@@ -110,18 +135,16 @@ def test_values(head_dim, value_bits, dtype, slots, data, shrink):
 
 
 @pytest.mark.parametrize(
-    "side,head_dim,boosted,value_bits,dtype",
+    "side,head_dim,boosted,value_bits,dtype,metadata",
     [
-        ("keys", 128, 32, 2, BF16),
-        ("keys", 64, 13, 2, F32),
-        ("keys", 64, 64, 2, F16),
-        ("keys", 64, 0, 2, BF16),
-        ("values", 128, 0, 2, BF16),
-        ("values", 64, 0, 4, F32),
+        *((*case, "float16") for case in PAGES),
+        ("keys", 128, 32, 2, BF16, "fixed8"),
+        ("keys", 64, 13, 2, F32, "fixed8"),
+        ("values", 64, 0, 4, F16, "fixed8"),
     ],
 )
-def test_dequantize(side, head_dim, boosted, value_bits, dtype):
-    fmt = PageFormat(head_dim=head_dim, boosted=boosted, value_bits=value_bits)
+def test_dequantize(side, head_dim, boosted, value_bits, dtype, metadata):
+    fmt = PageFormat(head_dim=head_dim, boosted=boosted, value_bits=value_bits, metadata=metadata)
     pages = make("wide", (5, HEADS, 128, head_dim), BF16)[:POOL]
     pool, every = records(fmt.key_words if side == "keys" else fmt.value_words), jnp.arange(POOL, dtype=jnp.int32)
     store = functools.partial(store_key_pages if side == "keys" else store_value_pages, fmt=fmt, implementation="xla")

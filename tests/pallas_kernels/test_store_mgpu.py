@@ -114,6 +114,14 @@ class TestLowering:
         f, arguments = run_keys(fmt, key_arguments(fmt, dtype, extra=extra), "mosaic")
         assert "output_operand_alias" in lowered(f, *arguments)
 
+    @pytest.mark.parametrize("boosted", [5, 32])
+    def test_bytes_as_metadata(self, dtype, head_dim, boosted):
+        fmt = PageFormat(head_dim=head_dim, boosted=boosted, metadata="fixed8")
+        f, arguments = run_keys(fmt, key_arguments(fmt, dtype, extra="shrink"), "mosaic")
+        assert "output_operand_alias" in lowered(f, *arguments)
+        text = lowered(run_values(fmt, "mosaic", (0.8,)), *value_arguments(fmt, dtype, 256))
+        assert "output_operand_alias" in text
+
     @pytest.mark.parametrize("value_bits", [2, 4])
     @pytest.mark.parametrize("slots", [128, 200, 256])
     def test_values(self, dtype, head_dim, value_bits, slots):
@@ -238,6 +246,21 @@ def test_value_records_equal_the_reference(head_dim, value_bits, dtype, slots, d
 def test_value_records_of_a_shrunk_range_equal_the_reference(head_dim, value_bits, dtype, data, shrink):
     fmt = PageFormat(head_dim=head_dim, value_bits=value_bits)
     arguments = value_arguments(fmt, dtype, 256, data)
+    equal_to_both_references(run_values(fmt, "mosaic", shrink), run_values(fmt, "xla", shrink), arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("data", ["normal", "ties", "constant", "wide", "cancel"])
+@pytest.mark.parametrize("head_dim,boosted,value_bits,dtype", [(128, 32, 2, DTYPES[0]), (64, 8, 4, DTYPES[2])])
+@pytest.mark.parametrize("shrunk", [False, True])
+def test_records_with_bytes_as_metadata_equal_the_reference(head_dim, boosted, value_bits, dtype, data, shrunk):
+    fmt = PageFormat(head_dim=head_dim, boosted=boosted, value_bits=value_bits, metadata="fixed8")
+    arguments = key_arguments(fmt, dtype, data, "shrink" if shrunk else "plain")
+    mosaic, arrays = run_keys(fmt, arguments, "mosaic")
+    xla, _ = run_keys(fmt, arguments, "xla")
+    equal_to_both_references(mosaic, xla, arrays)
+    shrink = (0.8,) if shrunk else (1.0,)
+    arguments = value_arguments(fmt, dtype, 200, data)
     equal_to_both_references(run_values(fmt, "mosaic", shrink), run_values(fmt, "xla", shrink), arguments)
 
 

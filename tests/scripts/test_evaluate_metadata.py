@@ -109,6 +109,7 @@ def test_a_page_of_one_number_comes_back(kind):
         (["--cache", "full"], "wanted one quantized cache"),
         (["--cache", "k2v4"], "2-bit values"),
         (["--cache", "kitty:selection=random"], "'random' is not simulated here"),
+        (["--cache", "kitty:metadata=fixed8"], "the encodings say how scale and min are stored; leave out fixed8"),
     ],
 )
 def test_errors_are_one_line(files, capsys, change, message):
