@@ -240,8 +240,8 @@ def append_chunk(
         queries: [B, T, N, D], where the layer's config weighs channels by them.
         rows: int32 [X], the sequences of the layer that the X rows of all other arguments belong to; by default all, in
             order. A row that is not a sequence of the layer's is padding.
-        fresh: promise that ``lengths`` is 0 wherever ``num_new`` is not; nothing of the layer is read then, which
-            leaves XLA nothing to copy.
+        fresh: promise that ``lengths`` is 0 wherever ``num_new`` is not; no buffer is read then, which leaves XLA
+            nothing to copy.
     """
     b = jnp.arange(lengths.shape[0]) if rows is None else rows
     t = jnp.arange(keys.shape[1], dtype=jnp.int32)

@@ -28,6 +28,7 @@ TOP = 255  # the greatest byte
 SPAN = TOP - BASE_UNIT  # levels between the ends: rounding the base down takes up to 15 of them, rounding a number one
 REACH = 112 * BASE_UNIT  # levels from zero to the farther end: with TOP on top of it a number still has 11 bits
 OFFSET = 1024  # float16's integers from here to 2,047 have the byte as their low bits
+INFINITE_STEP = 128  # 2**128 is infinite, in float16 as well
 LEAST_STEP = -24  # float16's smallest step is 2**-24
 
 
@@ -50,10 +51,13 @@ def ceil_log2(x: Array) -> Array:
 
 
 def choose_grid(low: Array, high: Array) -> Grid:
-    """The grid for numbers from ``low`` to ``high``, float32 of one shape: none of them is off by over half a step."""
+    """The grid for numbers from ``low`` to ``high``, float32 of one shape: none of them is off by over half a step.
+
+    Where an end is not finite, no number of the grid is, so that a page with NaN does not read as one without.
+    """
     span = ceil_log2((high - low) * np.float32(1 / SPAN))
     reach = ceil_log2(jnp.maximum(jnp.abs(low), jnp.abs(high)) * np.float32(1 / REACH))
-    step = jnp.maximum(jnp.maximum(span, reach), LEAST_STEP)
+    step = jnp.where(jnp.isfinite(high - low), jnp.maximum(jnp.maximum(span, reach), LEAST_STEP), INFINITE_STEP)
     base = jnp.floor(low * power_of_two(-step) * np.float32(1 / BASE_UNIT))
     return Grid(step, base.astype(jnp.int32))
 

@@ -39,7 +39,7 @@ from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_to_hf
 from kitty_jax.plan import KVPlan
 from kitty_jax.prompts import BUCKET
 from scripts.bench_generate_common import PHASES, Request
-from scripts.bench_generate_table import document, figure, tables, write_json
+from scripts.bench_generate_table import document, figure, saved, tables, write_json
 from scripts.model_shapes import read_shape, weight_shapes
 
 BASELINES = ("hf-dynamic", "hf-static", "hf-quantized")
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None, run: Runner | None = None) -> int:
     """
     options = parser().parse_args(argv)
     try:
+        if options.saved:
+            return report(saved(options.saved), options.figure)
         requests, setup = plan_requests(options)
     except (ValueError, OSError) as error:
         print(f"bench_generate.py: {error}", file=sys.stderr)
@@ -78,12 +80,16 @@ def main(argv: list[str] | None = None, run: Runner | None = None) -> int:
     for index, (asked, request) in enumerate(requests):
         for row in attempts(asked, request, options, deadline, run or run_process):
             took({"run": f"{index}.{row.pop('attempt')}", "method": request.method, "asked": asked, **row})
-    made = document(setup, rows)
+    return report(document(setup, rows), options.figure)
+
+
+def report(made: dict[str, Any], picture: Path | None) -> int:
+    """Prints the tables, draws the figure; 1 if a configuration failed."""
     print(f"\n{tables(made)}")
     failed = any(not s["complete"] for s in made["summary"])
-    if options.figure:
+    if picture:
         try:
-            figure(options.figure, made)
+            figure(picture, made)
         except (ImportError, ValueError) as error:
             print(f"bench_generate.py: no figure: {error}", file=sys.stderr)
             failed = True
@@ -226,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
     add("--limit", type=float, default=300, help="seconds for a configuration (default: %(default)s)")
     add("--total-limit", type=float, default=float("inf"), help="seconds for all of them (default: none)")
     add("--plan", action="store_true", help="print what would be tried, and measure nothing")
+    add("--saved", type=Path, action="append", help="tables and figure of such a JSON file; several become one")
     add("--json", type=Path, help="write everything here, again after every row")
     add("--figure", type=Path, help="draw memory and throughput by batch here (PNG)")
     return made

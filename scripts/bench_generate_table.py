@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,26 @@ def write(path: Path, text: str) -> None:
 
 def write_json(path: Path, setup: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     write(path, json.dumps(document(setup, rows), indent=1) + "\n")
+
+
+def saved(paths: Sequence[Path]) -> dict[str, Any]:
+    """One document of several, as :func:`write_json` wrote them, without their rows.
+
+    Raises:
+        ValueError: a file is none, or they measured different generations.
+        OSError: a file cannot be read.
+    """
+    documents = []
+    for path in paths:
+        try:
+            documents.append(json.loads(path.read_text()))
+            wanted = {name: documents[-1]["setup"][name] for name in ("model", "prompt", "new", "budget")}
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no file of bench_generate.py --json: {error!r}") from error
+        first = documents[0]["setup"]
+        if any(first[name] != value for name, value in wanted.items()):
+            raise ValueError(f"{path} measured {wanted}, the first file { ({name: first[name] for name in wanted}) }")
+    return {"setup": first} | {name: [x for made in documents for x in made[name]] for name in ("summary", "equal")}
 
 
 def tables(made: dict[str, Any]) -> str:
@@ -194,7 +214,9 @@ def figure(path: Path, made: dict[str, Any]) -> None:
         memory.plot(batches, peaks, "o", color=color, label=method)
         rates = [s["tokens_per_s"] for s in own]
         rate.plot(batches, rates, "o-", color=color, linewidth=1, label=method)
-        rate.annotate(f"{rates[-1]:,.0f}", (batches[-1], rates[-1]), textcoords="offset points", xytext=(4, 4), size=8)
+        x, side = ((-4, "right"), (4, "left"))[index % 2]  # neighbours' numbers apart
+        where = {"textcoords": "offset points", "xytext": (x, 4), "ha": side}
+        rate.annotate(f"{rates[-1]:,.0f}", (batches[-1], rates[-1]), size=8, **where)
     setup = made["setup"]
     memory.axhline(setup["budget"] / 1e9, color="gray", linestyle="--", linewidth=1)
     memory.set(xlabel="batch", ylabel="peak memory, GB", ylim=(0, None))

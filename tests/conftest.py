@@ -1,6 +1,10 @@
 """What all tests share: eight CPU devices, strict dtype promotion, GPU tests kept to GPUs, the small model and text."""
 
+import atexit
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 # Read when JAX makes its CPU client, so it has to stand before any test touches an array. GPUs are not affected by it.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -9,8 +13,6 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Several test processes may share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from pathlib import Path
-
 import jax
 import pytest
 
@@ -18,17 +20,29 @@ from scripts.fetch_demo import ASSETS, CACHE, join_texts
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Where the processes of a run keep compiled programs: the one that starts the others makes and removes the folder.
+PROGRAMS = "KITTY_JAX_TEST_PROGRAMS"
+if PROGRAMS not in os.environ:
+    os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="kitty-jax-tests-")
+    atexit.register(shutil.rmtree, os.environ[PROGRAMS], ignore_errors=True)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_compilation() -> None:
     """Programs for the CPU are compiled without LLVM's optimizer, which would be 40 % of the time all tests take.
 
-    JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for it. Programs for GPUs are left alone; processes that tests start inherit
-    what was chosen.
+    JAX_DISABLE_MOST_OPTIMIZATIONS=0 asks for it. What was compiled is kept for the run. Programs for GPUs are left
+    alone; processes that tests start inherit what was chosen.
     """
     if jax.default_backend() == "cpu" and "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
+    if jax.default_backend() == "cpu" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        # Many tests compile the same program; a fifth of their time.
+        seconds = "jax_persistent_cache_min_compile_time_secs"
+        for name, value in (("jax_compilation_cache_dir", os.environ[PROGRAMS]), (seconds, 0.3)):
+            os.environ[name.upper()] = str(value)
+            jax.config.update(name, value)
 
 
 @pytest.hookimpl(trylast=True)

@@ -12,10 +12,12 @@ from kitty_jax.generate import generate, prepare
 from kitty_jax.generate_loop import jit_start
 from kitty_jax.history import attend_history
 from kitty_jax.pallas_kernels.decode_attention import decode_attention
+from kitty_jax.pallas_kernels.pages import BUFFERS
 from kitty_jax.pallas_kernels.partials import finish, merge
 from kitty_jax.prefill_plan import plan_prefill
 from kitty_jax.state import KVShape, init_state
 from kitty_jax.steps import functional, prefill
+from kitty_jax.update import append_chunk
 from tests.kitty_jax.generate_cases import VOCAB, small_cache, tiny_model
 from tests.kitty_jax.kv_cases import append_jit, random_kv, random_q
 
@@ -90,6 +92,79 @@ def test_some_rows_at_a_time_give_the_state_of_all_at_once(name):
             assert np.mean(got != want) < 0.02, path
         else:
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=str(path))
+
+
+def primitives(jaxpr, names: tuple[str, ...]):
+    """Equations of those primitives, in inner programs as well."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in names:
+            yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner, names)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_chunk_into_empty_sequences_reads_no_buffer(fresh):
+    """XLA copies, for all layers at once, a buffer that is read and written in one program."""
+    state = init_state(small_cache("kitty_pro"), tiny_model().config, batch=3, capacity=128)
+    layer, rows = state.layers[0], jnp.array([2, 0], jnp.int32)
+    _, heads, _, dim = layer.kv.tail_keys.shape
+    new, count = jnp.zeros((2, 64, heads, dim), layer.kv.tail_keys.dtype), jnp.array([64, 9], jnp.int32)
+
+    def run(layer):
+        none = jnp.zeros(2, jnp.int32)
+        return append_chunk(layer, new, new, none, count, state.page_table[:2], "xla", rows=rows, fresh=fresh)
+
+    buffers = {getattr(layer.kv, name).shape for name in BUFFERS}
+    read = [e for e in primitives(jax.make_jaxpr(run)(layer).jaxpr, ("gather",)) if e.invars[0].aval.shape in buffers]
+    assert bool(read) == (not fresh)
+
+
+def test_the_loop_over_a_history_begins_with_no_constant():
+    """XLA makes constants of all layers when a program starts."""
+    state = init_state(small_cache("kitty_pro"), tiny_model().config, batch=1, capacity=128)
+    kv = state.layers[0].kv
+    _, heads, _, dim = kv.tail_keys.shape
+    q, new = jnp.zeros((1, 64, 2 * heads, dim), kv.tail_keys.dtype), jnp.zeros((1, 64, heads, dim), kv.tail_keys.dtype)
+
+    run = functools.partial(attend_history, implementation="xla")
+    made = jax.make_jaxpr(run)(q, new, new, kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32)).jaxpr
+    (loop,) = [e for e in primitives(made, ("while",)) if any(x.aval.shape == q.shape for x in e.outvars)]
+    makers = {x: e.primitive.name for e in made.eqns for x in e.outvars}
+    begins = [makers[x] for x in loop.invars if x.aval.shape == q.shape and x in makers]
+    assert begins
+    assert "broadcast_in_dim" not in begins
+
+
+def test_later_pieces_of_rows_in_any_order_end_where_each_alone_does():
+    """Full pages of old and new tokens, bit for bit, as nothing is computed but the cache."""
+    state = init_state(small_cache("kitty_plus"), tiny_model().config, batch=3, capacity=128)
+    layer = state.layers[0]
+    _, heads, _, dim = layer.kv.tail_keys.shape
+    rng = np.random.default_rng(0)
+    keys, values = (jnp.asarray(rng.normal(size=(3, 90, heads, dim)), layer.kv.tail_keys.dtype) for _ in range(2))
+    queries = jnp.asarray(rng.normal(size=(3, 90, 2 * heads, dim)), keys.dtype)
+    table = jnp.arange(3 * state.page_table.shape[1], dtype=jnp.int32).reshape(3, -1)
+
+    @jax.jit
+    def piece(layer, rows, begin, end):
+        index = jnp.clip(begin[:, None] + jnp.arange(50), 0, 89)[..., None, None]
+        new = (jnp.take_along_axis(x[rows], index, 1) for x in (keys, values))
+        q = jnp.take_along_axis(queries[rows], index, 1)
+        return append_chunk(layer, *new, begin, end - begin, table[rows], "xla", queries=q, rows=rows)
+
+    cuts = ([0, 0, 0], [33, 40, 21], [80, 90, 71])
+    results = []
+    for orders in ([[2, 0, 1]] * 2, [[0], [1], [2]] * 2):
+        out = layer
+        for turn, rows in enumerate(orders):
+            at = turn * 2 // len(orders)
+            begin, end = (jnp.array([cuts[i][row] for row in rows], jnp.int32) for i in (at, at + 1))
+            out = piece(out, jnp.array(rows, jnp.int32), begin, end)
+        results.append(out)
+    assert all(x.any() for x in (results[0].kv.key_pages, results[0].kv.value_pages))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

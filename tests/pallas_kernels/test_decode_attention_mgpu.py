@@ -16,6 +16,7 @@ import pytest
 
 from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
 from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan, unsupported
+from kitty_jax.pallas_kernels.decode_plan import SharedMemory
 from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat
 from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
 from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits
@@ -207,6 +208,17 @@ def test_named_kernel_without_a_gpu_is_an_error():
 def test_splits_fill_the_device_and_no_more(work_items, pages, low, high):
     splits = decode_splits(DecodeTuning(), work_items=work_items, pages=pages, warps=4, smem_bytes=54_000)
     assert low <= splits <= high
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("metadata", ["float16", "fixed8"])
+def test_parts_of_shared_memory_lie_apart(head_dim, metadata):
+    fmt = PageFormat(head_dim=head_dim, metadata=metadata)
+    smem = SharedMemory.of(fmt)
+    ends = (4 * fmt.key_words, 4 * fmt.value_words, 18 * head_dim, 2 * head_dim if metadata == "fixed8" else 0, 16)
+    starts = (smem.key, smem.value, smem.scaled, smem.mins, smem.barriers, smem.warp_bytes)
+    assert all(a + size <= b for a, size, b in zip(starts, ends, starts[1:], strict=False))
+    assert not any(start % 16 for start in starts)
 
 
 def test_plan_counts_blocks():

@@ -155,6 +155,13 @@ def test_a_constant_page_comes_back(value):
             assert not np.asarray(p["min"]).any()
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(value):
+    x = jnp.asarray(DATA["random"][:1], jnp.float32).at[0, 3, 5].set(value)
+    for back in there_and_back(x, FIXED)[0]:
+        assert not np.isfinite(back).any()
+
+
 def test_a_grid_is_the_pages_own():
     """Records depend on the page alone, whatever stands beside it."""
     x = jnp.asarray(DATA["random"] * 10.0 ** np.arange(-4, 4)[:, None, None], jnp.float32)

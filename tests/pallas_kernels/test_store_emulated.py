@@ -79,6 +79,9 @@ def records(words):
         (64, 5, F16, "ties", "plain", "fixed8"),
         (64, 64, F32, "cancel", "plain", "fixed8"),
         (64, 0, BF16, "constant", "shrink", "fixed8"),
+        (64, 8, F32, "apart", "plain", "fixed8"),
+        (64, 8, F32, "narrow", "shrink", "fixed8"),
+        (64, 8, F32, "tiny", "plain", "fixed8"),
     ],
 )
 def test_keys(head_dim, boosted, dtype, data, extra, metadata):

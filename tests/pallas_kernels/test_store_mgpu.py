@@ -43,6 +43,15 @@ def make(name, shape, dtype):
     elif name == "cancel":  # numbers next to zero, and a min of the size of a tie: differences that float32 rounds
         x = rng.choice([-1.5, 1.5, 0, 1e-9, -1e-9, 3e-8, -3e-8, 1e-20, 0.5, -0.5], size=shape)
         x[:, :, 0], x[:, :, 1] = -1.5, 1.5
+    elif name in ("apart", "narrow", "tiny"):
+        # The ends of grids: equal ranges with mins far apart, ranges of nearly one width, numbers near 2**-24.
+        x = rng.uniform(-1, 1, shape)
+        x[:, :, 0], x[:, :, 1] = -1, 1
+        x = {
+            "apart": x + rng.uniform(-1000, 1000, (*shape[:2], 1, shape[3])),
+            "narrow": x * rng.uniform(1, 1.2, (*shape[:2], 1, shape[3])),
+            "tiny": x * 1e-7,
+        }[name]
     return jnp.asarray(x, dtype)
 
 
@@ -250,7 +259,7 @@ def test_value_records_of_a_shrunk_range_equal_the_reference(head_dim, value_bit
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("data", ["normal", "ties", "constant", "wide", "cancel"])
+@pytest.mark.parametrize("data", ["normal", "ties", "constant", "wide", "cancel", "apart", "narrow", "tiny"])
 @pytest.mark.parametrize("head_dim,boosted,value_bits,dtype", [(128, 32, 2, DTYPES[0]), (64, 8, 4, DTYPES[2])])
 @pytest.mark.parametrize("shrunk", [False, True])
 def test_records_with_bytes_as_metadata_equal_the_reference(head_dim, boosted, value_bits, dtype, data, shrunk):

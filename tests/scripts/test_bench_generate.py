@@ -16,7 +16,7 @@ from kitty_jax.steps import functional
 from scripts import bench_generate as script
 from scripts import bench_generate_ours as ours
 from scripts.bench_generate_common import Request, generation_seconds, in_order, integrate, spread
-from scripts.bench_generate_table import document, equal_steps, figure, summarize, tables
+from scripts.bench_generate_table import document, equal_steps, figure, summarize, tables, write_json
 from scripts.model_shapes import weight_shapes
 
 TINY = dataclasses.replace(
@@ -120,6 +120,20 @@ def test_the_figure(tmp_path) -> None:
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing to draw"):
         figure(tmp_path / "none.png", document(SETUP, rows[:3]))
+
+
+def test_saved_runs_become_one_document(tmp_path, capsys) -> None:
+    for name, rows in (("a", rows_of("kitty-pro", 0.01, batch=40)), ("b", rows_of("full", 0.02))):
+        write_json(tmp_path / name, SETUP, rows)
+    assert script.main(["--saved", str(tmp_path / "a"), "--saved", str(tmp_path / "b")]) == 0
+    text = capsys.readouterr().out
+    assert "| kitty-pro | 40 | 4.00 |" in text
+    assert "| full | 10 | 1.00 |" in text
+    write_json(tmp_path / "b", SETUP | {"new": 102}, rows)
+    for other, message in (("b", "measured {'model': 'tiny', 'prompt': 100, 'new': 102"), ("c", "no file of bench")):
+        (tmp_path / "c").write_text("{}")
+        assert script.main(["--saved", str(tmp_path / "a"), "--saved", str(tmp_path / other)]) == 2
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- configurations and their failures
