@@ -33,7 +33,7 @@ CACHES = {
 }
 
 
-QUICK = {("full", 2), ("kitty_pro", 2), ("lists", 1)}  # compilations take most of the time
+QUICK = {("full", 2), ("kitty_pro", 2)}  # compilations take most of the time
 
 
 @pytest.mark.parametrize(

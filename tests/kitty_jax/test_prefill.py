@@ -167,8 +167,11 @@ def test_later_pieces_of_rows_in_any_order_end_where_each_alone_does():
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("chunk", [1, 90])
+CHUNKS = [(1, jnp.bfloat16), (90, jnp.float32)]
+CHUNKS += [pytest.param(*case, marks=pytest.mark.slow) for case in ((1, jnp.float32), (90, jnp.bfloat16))]
+
+
+@pytest.mark.parametrize("chunk, dtype", CHUNKS)
 def test_history_equals_attention_over_the_packed_pages(dtype, chunk):
     """Around every boundary of S = 4, G = R = 16, with fewer pages than a block and more."""
     lengths = jnp.array([0, 3, 4, 19, 20, 36, 37, 52, 53, 100, 700], jnp.int32)

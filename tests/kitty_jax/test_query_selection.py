@@ -66,7 +66,7 @@ def test_one_chunk_ends_where_tokens_end(case):
     assert differences(append_jit(empty, keys, values, queries, jnp.array(LENGTHS)), tokens) == []
 
 
-@pytest.mark.parametrize("width", [7, 33])
+@pytest.mark.parametrize("width", [7, pytest.param(33, marks=pytest.mark.slow)])
 def test_chunks_end_where_tokens_end(case, width):
     keys, values, queries, state, tokens = case
     done, rng = np.zeros_like(LENGTHS), np.random.default_rng(width)

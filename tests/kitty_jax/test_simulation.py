@@ -92,6 +92,7 @@ class TestAgainstTheOracle:
         np.testing.assert_allclose(simulated(config, *text, index=3), wanted, atol=2e-5)
         assert np.max(np.abs(simulated(config, *text, index=4) - wanted)) > 1e-3
 
+    @pytest.mark.slow
     def test_a_text_long_enough_to_be_cut_into_spans(self, monkeypatch):
         config = shrunk("kitty", **SIZES[1])
         text = qkv(5 + 17 * 16)
@@ -116,7 +117,14 @@ PAIRS = [tuple(names[i : i + 2]) for names in (NO_SINK, [x for x in CACHE_NAMES 
          for i in range(0, len(names), 2)]  # fmt: skip
 
 
-@pytest.mark.parametrize("names,sizes", [*((names, SIZES[0]) for names in PAIRS), (("kitty",), SIZES[1])])
+# The first and the last pair; the others, and another size, in `make test-all`.
+DECODED = [(PAIRS[0], SIZES[0]), (PAIRS[-1], SIZES[0])] + [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (*((p, SIZES[0]) for p in PAIRS[1:-1]), (("kitty",), SIZES[1]))
+]
+
+
+@pytest.mark.parametrize("names,sizes", DECODED)
 def test_logits_equal_those_of_packed_decoding(names, sizes):
     """Keys and values are those of the one-pass run: in a run of its own their last bits differ, and with them, here
     and there, a code or a float16 scale, which is no difference between the two implementations.

@@ -59,7 +59,7 @@ def test_the_workspace_of_a_piece_does_not_grow_with_its_history():
     assert long < 32 * HISTORY_PAGES * 16 * 2 * 16 * 4  # all keys in float32
 
 
-@pytest.mark.parametrize("some", [True, False])
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_workspace_of_prompts_does_not_grow_with_the_layers(some):
     """XLA would read all layers' buffers at first, and write them at last. A layer's new keys or values may stay."""
     rows = 12 if some else 24

@@ -65,7 +65,7 @@ def _in_chunks(state, keys, values, lengths, width, most, rng=None):
     return state
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_one_chunk_ends_where_tokens_end(dtype):
     keys, values, empty, wanted = _kinds(dtype)
     assert differences(append_jit(empty, keys, values, jnp.array(LENGTHS)), wanted) == []
@@ -135,6 +135,7 @@ def test_tokens_after_a_chunk_end_where_tokens_end():
     assert differences(insert_all_jit(state, k, v, jnp.array(LENGTHS - rows)), wanted) == []
 
 
+@pytest.mark.slow
 def test_without_jit_it_is_the_same():
     """One layer: an eager program compiles operation by operation."""
     keys, values, empty, _ = _kinds("float32")
@@ -159,7 +160,14 @@ def test_every_kind_of_layer_equals_the_oracle(dtype):
             assert_equals_oracle(opened, b, oracle)
 
 
-@pytest.mark.parametrize("sink, page, window", [(0, 32, 0), (3, 64, 64), (32, 48, 256), (0, 256, 64)])
+OTHER_SIZES = [
+    (0, 32, 0),
+    (32, 48, 256),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((3, 64, 64), (0, 256, 64))),
+]
+
+
+@pytest.mark.parametrize("sink, page, window", OTHER_SIZES)
 def test_other_sizes(sink, page, window):
     config = CacheConfig.kitty(sink=sink, page=page, window=window, selection="magnitude" if sink else "range")
     longest = sink + window + 2 * page + 1

@@ -159,6 +159,7 @@ def test_answers_are_the_argmax_of_a_plain_forward_pass(trained):
         answers(model, tokens[:, 1:], task, "full")
 
 
+@pytest.mark.slow
 def test_packed_cache_and_simulation_give_the_same_answers(trained):
     model, task, _, _ = trained
     caches = {"kivi2": CacheConfig.kivi2(page=16, window=16)}
