@@ -233,7 +233,8 @@ def cache_from_name(name: str, **changes) -> CacheConfig:
         raise ValueError(f"a cache is named by a string, got {name!r}; known caches: {known}")
     key = name.strip().lower().replace("-", "_")
     if key not in CACHE_NAMES:
-        raise ValueError(f"unknown cache {name!r}; known caches: {known}")
+        how = "; changes to one go like CacheConfig.kitty(boost=0.25)" if ":" in key else ""
+        raise ValueError(f"unknown cache {name!r}; known caches: {known}{how}")
     return getattr(CacheConfig, key)(**changes)
 
 

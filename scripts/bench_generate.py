@@ -91,7 +91,8 @@ def report(made: dict[str, Any], picture: Path | None) -> int:
         try:
             figure(picture, made)
         except (ImportError, ValueError) as error:
-            print(f"bench_generate.py: no figure: {error}", file=sys.stderr)
+            more = "; figures need `pip install .[plots]`" if isinstance(error, ImportError) else ""
+            print(f"bench_generate.py: no figure: {error}{more}", file=sys.stderr)
             failed = True
     return int(failed)
 

@@ -204,6 +204,8 @@ def figure(path: Path, made: dict[str, Any]) -> None:
     if not measured:
         raise ValueError("nothing to draw: no method has samples at two lengths")
     chart, (memory, rate) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    # Methods by their largest batch, from the greatest on.
+    by_batch = list(dict.fromkeys(s["method"] for s in sorted(measured, key=lambda s: -s["batch"])))
     for index, method in enumerate(dict.fromkeys(s["method"] for s in measured)):
         own = sorted((s for s in measured if s["method"] == method), key=lambda s: s["batch"])
         color = f"C{index}"
@@ -211,11 +213,11 @@ def figure(path: Path, made: dict[str, Any]) -> None:
         planned = [(s["weights_bytes"] + s["cache_bytes"]) / 1e9 for s in own]
         peaks = [s["peak_bytes"] / 1e9 if s["peak_bytes"] else plan for s, plan in zip(own, planned, strict=True)]
         memory.plot([0, *batches], [own[0]["weights_bytes"] / 1e9, *planned], color=color, linewidth=1)
-        memory.plot(batches, peaks, "o", color=color, label=method)
+        memory.plot(batches, peaks, "o", color=color, label=method, markersize=10 - 1.5 * index)  # one may hide another
         rates = [s["tokens_per_s"] for s in own]
         rate.plot(batches, rates, "o-", color=color, linewidth=1, label=method)
-        x, side = ((-4, "right"), (4, "left"))[index % 2]  # neighbours' numbers apart
-        where = {"textcoords": "offset points", "xytext": (x, 4), "ha": side}
+        x, side = ((4, "left"), (-4, "right"))[by_batch.index(method) % 2]  # neighbours' numbers apart
+        where = {"textcoords": "offset points", "xytext": (x, 4), "ha": side, "color": color}
         rate.annotate(f"{rates[-1]:,.0f}", (batches[-1], rates[-1]), size=8, **where)
     setup = made["setup"]
     memory.axhline(setup["budget"] / 1e9, color="gray", linestyle="--", linewidth=1)

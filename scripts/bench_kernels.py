@@ -309,7 +309,7 @@ def print_rows(rows: Iterator[dict], as_json: bool) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     commands = parser.add_subparsers(dest="benchmark", required=True)
     for name, (add_arguments, function) in BENCHMARKS.items():
         command = commands.add_parser(name, help=function.__doc__)

@@ -76,7 +76,9 @@ def read_tokens(model: Path, file: Path, count: int, start: int = 0) -> list[int
     from scripts.texts import read_text
 
     if count <= start + 1:
-        raise ValueError(f"--tokens must be more than --start + 1 = {start + 1}, got {count}")
+        raise ValueError(
+            f"--tokens must be more than --start + 1 = {start + 1}, got {count}; give more, or a lower --start"
+        )
     text = read_text(file)
     tokenizer = load_tokenizer(model)
     # Enough characters for the tokens wanted, doubled until there are: tokenizing a whole book takes its time.
