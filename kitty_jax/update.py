@@ -43,7 +43,7 @@ def insert_token(
     b = jnp.arange(lengths.shape[0])
     if isinstance(layer, FullLayer):
         slot = jnp.where(active, lengths, layer.keys.shape[1])
-        return FullLayer(_set(layer.keys, (b, slot), keys), _set(layer.values, (b, slot), values))
+        return FullLayer(insert.put(layer.keys, (b, slot), keys), insert.put(layer.values, (b, slot), values))
     layer = dataclasses.replace(layer, kv=insert.insert_token(layer.kv, keys, values, lengths, active))
     return count_queries(layer, lengths, active, queries)
 
@@ -61,10 +61,6 @@ def _squared(layer: QuantizedLayer, queries: Array | None) -> Array:
     if queries is None:
         raise ValueError(f'selection "{layer.config.selection}" weighs channels by the queries: pass them')
     return squared_queries(queries, layer.query_squares.shape[1])
-
-
-def _set(x: Array, index: tuple, new: Array) -> Array:
-    return x.at[index].set(new.astype(x.dtype), mode="drop") if x.size else x
 
 
 def flush(
@@ -247,7 +243,9 @@ def append_chunk(
     t = jnp.arange(keys.shape[1], dtype=jnp.int32)
     if isinstance(layer, FullLayer):
         slot = jnp.where(t < num_new[:, None], lengths[:, None] + t, layer.keys.shape[1])
-        return FullLayer(_set(layer.keys, (b[:, None], slot), keys), _set(layer.values, (b[:, None], slot), values))
+        return FullLayer(
+            insert.put(layer.keys, (b[:, None], slot), keys), insert.put(layer.values, (b[:, None], slot), values)
+        )
     kv = layer.kv
     s, g = kv.sink, kv.fmt.page
     keys, values = (jnp.swapaxes(x, 1, 2).astype(kv.tail_keys.dtype) for x in (keys, values))  # [B, K, T, D]
@@ -278,7 +276,7 @@ def append_chunk(
         total = _rows_of(layer.query_squares, rows)
         sums, total = add_chunk(total, _squared(layer, queries), lengths, num_new, s, g, pages)
         sums = sums.reshape(-1, *sums.shape[2:])
-        squares = _set(layer.query_squares, (b,), total)
+        squares = insert.put(layer.query_squares, (b,), total)
     if pages:
         page = k0[:, None] + jnp.arange(pages, dtype=jnp.int32)
         ids = _page_ids(kv, page_table, page, k1).reshape(-1)

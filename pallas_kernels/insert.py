@@ -28,12 +28,13 @@ def insert_token(kv: LayerKV, keys: Array, values: Array, lengths: Array, active
     ring_slot = jnp.where(past, i % ring, ring)
     return dataclasses.replace(
         kv,
-        sink_keys=_set(kv.sink_keys, (b, every, sink_slot), keys),
-        sink_values=_set(kv.sink_values, (b, every, sink_slot), values),
-        tail_keys=_set(kv.tail_keys, (b, every, tail_slot), keys),
-        ring_values=_set(kv.ring_values, (b, every, ring_slot), values),
+        sink_keys=put(kv.sink_keys, (b, every, sink_slot), keys),
+        sink_values=put(kv.sink_values, (b, every, sink_slot), values),
+        tail_keys=put(kv.tail_keys, (b, every, tail_slot), keys),
+        ring_values=put(kv.ring_values, (b, every, ring_slot), values),
     )
 
 
-def _set(x: Array, index: tuple, new: Array) -> Array:
+def put(x: Array, index: tuple, new: Array) -> Array:
+    """``x`` with ``new``, in its dtype, at ``index``; what lies outside is dropped."""
     return x.at[index].set(new.astype(x.dtype), mode="drop") if x.size else x

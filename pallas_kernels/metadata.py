@@ -53,7 +53,8 @@ def ceil_log2(x: Array) -> Array:
 def choose_grid(low: Array, high: Array) -> Grid:
     """The grid for numbers from ``low`` to ``high``, float32 of one shape: none of them is off by over half a step.
 
-    Where an end is not finite, no number of the grid is, so that a page with NaN does not read as one without.
+    Where an end is not finite, no number of the grid is, so that a page with NaN does not read as one without. That is
+    the reference: PTX's min and max pass over NaN, so the kernels store such a page as if the NaN were not there.
     """
     span = ceil_log2((high - low) * np.float32(1 / SPAN))
     reach = ceil_log2(jnp.maximum(jnp.abs(low), jnp.abs(high)) * np.float32(1 / REACH))

@@ -213,7 +213,9 @@ def figure(path: Path, made: dict[str, Any]) -> None:
         planned = [(s["weights_bytes"] + s["cache_bytes"]) / 1e9 for s in own]
         peaks = [s["peak_bytes"] / 1e9 if s["peak_bytes"] else plan for s, plan in zip(own, planned, strict=True)]
         memory.plot([0, *batches], [own[0]["weights_bytes"] / 1e9, *planned], color=color, linewidth=1)
-        memory.plot(batches, peaks, "o", color=color, label=method, markersize=10 - 1.5 * index)  # one may hide another
+        memory.plot(
+            batches, peaks, "o", color=color, label=method, markersize=max(10 - 1.5 * index, 3)
+        )  # one may hide another
         rates = [s["tokens_per_s"] for s in own]
         rate.plot(batches, rates, "o-", color=color, linewidth=1, label=method)
         x, side = ((4, "left"), (-4, "right"))[by_batch.index(method) % 2]  # neighbours' numbers apart
