@@ -1,14 +1,14 @@
 """kitty-jax: a 2-bit KV cache for JAX (Kitty, arXiv 2511.18643)."""
 
-from kitty_jax.config import CACHE_NAMES, CacheConfig, cache_from_name
-from kitty_jax.engine import Engine, EngineResult, Piece, Request
-from kitty_jax.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
-from kitty_jax.memory import CacheBytes, cache_bytes
-from kitty_jax.plan import KVPlan
-from kitty_jax.pool import fork, release
-from kitty_jax.sampling import Greedy, Sampler, Sampling
-from kitty_jax.state import KVShape, KVState, init_state, nbytes
-from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
+from kitty_jax.cache.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.cache.pool import fork, release
+from kitty_jax.cache.state import KVShape, KVState, init_state, nbytes
+from kitty_jax.cache.steps import FunctionalModel, decode_step, functional, prefill
+from kitty_jax.inference.engine import Engine, EngineResult, Piece, Request
+from kitty_jax.inference.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
+from kitty_jax.inference.memory import CacheBytes, cache_bytes
+from kitty_jax.inference.memory_plan import KVPlan
+from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 
 __all__ = [
     "CACHE_NAMES",

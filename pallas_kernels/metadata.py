@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kitty_jax.pallas_kernels.pages import PageFormat
+from kitty_jax.pallas_kernels.page_format import PageFormat
 
 BASE_UNIT = 16  # levels: the base is counted in these
 TOP = 255  # the greatest byte

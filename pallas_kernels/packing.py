@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kitty_jax.pallas_kernels.pages import WARP
+from kitty_jax.pallas_kernels.page_format import WARP
 
 _FIELD_SHIFTS = np.array([[2 * field + 16 * e for e in range(2)] for field in range(8)], np.uint32)
 

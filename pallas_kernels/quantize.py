@@ -41,7 +41,7 @@ from kitty_jax.pallas_kernels.metadata import (
     scale_and_min,
     to_bytes,
 )
-from kitty_jax.pallas_kernels.pages import Metadata, PageFormat, join_record, split_record
+from kitty_jax.pallas_kernels.page_format import Metadata, PageFormat, join_record, split_record
 
 KEY_LIMIT_LOG2 = 13
 VALUE_LIMIT_LOG2 = 5

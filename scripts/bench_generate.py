@@ -32,12 +32,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.cache_spec import caches_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.memory import format_bytes, parse_bytes
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.inference.memory import format_bytes, parse_bytes
+from kitty_jax.inference.memory_plan import KVPlan
+from kitty_jax.inference.prompts import BUCKET
 from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_to_hf
-from kitty_jax.plan import KVPlan
-from kitty_jax.prompts import BUCKET
 from scripts.bench_generate_common import PHASES, Request
 from scripts.bench_generate_table import document, figure, saved, tables, write_json
 from scripts.model_shapes import read_shape, weight_shapes

@@ -27,7 +27,7 @@ class Request:
     """One configuration to measure, all of it plain JSON.
 
     Attributes:
-        method: a cache name or spec (:mod:`kitty_jax.cache_spec`), or "hf-dynamic", "hf-static" or "hf-quantized".
+        method: a cache name or spec (:mod:`kitty_jax.cache.spec`), or "hf-dynamic", "hf-static" or "hf-quantized".
         model: the model's config.json.
         budget: bytes of device memory for the generation.
         batch: sequences of the generation; None for the largest that the budget holds.

@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.cache_spec import caches_from_spec
-from kitty_jax.config import CacheConfig, layer_configs
+from kitty_jax.cache.config import CacheConfig, layer_configs
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.cache.state import KVState, init_state
+from kitty_jax.cache.steps import FunctionalModel, decode_step, functional, prefill
+from kitty_jax.inference.memory_plan import Cache, KVPlan
+from kitty_jax.inference.prompt_steps import plan_prefill
 from kitty_jax.models.registry import config_from_hf, random_model
-from kitty_jax.plan import Cache, KVPlan
-from kitty_jax.prefill_plan import plan_prefill
-from kitty_jax.state import KVState, init_state
-from kitty_jax.steps import FunctionalModel, decode_step, functional, prefill
 from scripts.bench_generate_common import Request, in_order, run_child, spread
 from scripts.bench_state import random_state
 

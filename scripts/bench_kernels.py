@@ -28,11 +28,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.pallas_kernels.decode_attention import decode_attention
-from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan
+from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic, make_plan
+from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
+from kitty_jax.pallas_kernels.decode_attention.tuning import DecodeTuning, decode_tuning
 from kitty_jax.pallas_kernels.metadata import Grid, grid_bytes
-from kitty_jax.pallas_kernels.pages import METADATA, LayerKV, PageFormat, join_record
-from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_tuning
+from kitty_jax.pallas_kernels.page_format import METADATA, LayerKV, PageFormat, join_record
 from scripts.bench_store import bench_store, store_arguments
 from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
 

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.cache_spec import caches_from_spec
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.cache.state import KVState, init_state
+from kitty_jax.cache.steps import FunctionalModel, decode_step, functional
 from kitty_jax.models.registry import random_model
 from kitty_jax.models.sharding import check_mesh, make_mesh
-from kitty_jax.state import KVState, init_state
-from kitty_jax.steps import FunctionalModel, decode_step, functional
 from scripts.bench_state import random_state
 from scripts.model_shapes import read_shape
 

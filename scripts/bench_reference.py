@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.attention import Step, attend_token
-from kitty_jax.cache_spec import caches_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.pool import reserve
-from kitty_jax.state import KVShape, init_state
-from kitty_jax.update import append_chunk, flush
+from kitty_jax.cache.attention import Step, attend_token
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.pool import reserve
+from kitty_jax.cache.quantized_cache import append_chunk, flush
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.cache.state import KVShape, init_state
 
 
 def decode(state, q, k, v, implementation):

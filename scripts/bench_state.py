@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kitty_jax.pallas_kernels.pages import BUFFERS, LayerKV
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
-from kitty_jax.placement import on_mesh, partition_specs
-from kitty_jax.state import FullLayer, KVState, Layer
+from kitty_jax.cache.mesh import on_mesh, partition_specs
+from kitty_jax.cache.state import FullLayer, KVState, Layer
+from kitty_jax.pallas_kernels.page_format import BUFFERS, LayerKV
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 
 PAGES, ROWS = 61, 4099  # different pages and rows of a layer; prime, so that they fall differently in every sequence
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 
-from kitty_jax.pallas_kernels.dequantize import dequantize_pages
-from kitty_jax.pallas_kernels.pages import PageFormat
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.pallas_kernels.dequantize.operation import dequantize_pages
+from kitty_jax.pallas_kernels.page_format import PageFormat
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
 
 

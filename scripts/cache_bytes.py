@@ -17,11 +17,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
 
 import jax.numpy as jnp
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.memory import cache_bytes
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.cache.state import KVShape
+from kitty_jax.inference.memory import cache_bytes
 from kitty_jax.models.registry import CONFIG_NAMES, config_from_name
-from kitty_jax.state import KVShape
 
 DTYPES = ("bfloat16", "float16", "float32")
 COLUMNS = ("payload", "metadata", "buffers", "total", "bf16/total", "bits/element", "in pages")

@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 import jax.numpy as jnp
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.calibration import (
+from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.models.checkpoint import load_model
+from kitty_jax.research.calibration import (
     allocate,
     key_scores,
     layer_costs,
@@ -30,9 +32,7 @@ from kitty_jax.calibration import (
     with_boosts,
     with_lists,
 )
-from kitty_jax.config import CacheConfig
-from kitty_jax.metrics import START, compare_hidden, stored_bits
-from kitty_jax.models.checkpoint import load_model
+from kitty_jax.research.metrics import START, compare_hidden, stored_bits
 from scripts.eval_text import read_tokens
 from scripts.task_runs import file_name, write_json
 

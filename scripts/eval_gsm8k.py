@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.evaluation import gsm8k
-    from kitty_jax.evaluation.comparison import compare, summarize, table
-    from kitty_jax.text import encode_prompts
+    from kitty_jax.inference.detokenize import encode_prompts
+    from kitty_jax.research.tasks import gsm8k
+    from kitty_jax.research.tasks.comparison import compare, summarize, table
     from scripts.task_runs import Checkpoint, Item, answer_items, caches_of, digest, protocol_of, write_json
 
     caches, protocol = caches_of(arguments.cache), protocol_of(arguments)

@@ -26,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.evaluation import humaneval
-    from kitty_jax.evaluation.comparison import compare, summarize, table
-    from kitty_jax.evaluation.programs import Limits
-    from kitty_jax.text import encode_prompts
+    from kitty_jax.inference.detokenize import encode_prompts
+    from kitty_jax.research.tasks import humaneval
+    from kitty_jax.research.tasks.comparison import compare, summarize, table
+    from kitty_jax.research.tasks.programs import Limits
     from scripts.task_runs import Checkpoint, Item, answer_items, caches_of, digest, protocol_of, say, write_json
 
     caches, protocol = caches_of(arguments.cache), protocol_of(arguments)
@@ -70,9 +70,9 @@ def run_programs(out: Path, cache: str, rows: list[dict], tasks: dict, limits) -
     """Whether each row's program passes its task's test, by key; outcomes are kept in a file beside the answers."""
     import dataclasses
 
-    from kitty_jax.evaluation import humaneval
-    from kitty_jax.evaluation.programs import run_program
-    from kitty_jax.evaluation.results import open_results
+    from kitty_jax.research.tasks import humaneval
+    from kitty_jax.research.tasks.programs import run_program
+    from kitty_jax.research.tasks.results import open_results
     from scripts.task_runs import Progress, digest, file_name
 
     progress = Progress(f"{cache}, programs")

@@ -14,8 +14,8 @@ _GIVEN = ("temperature", "top_p", "top_k", "max_new_tokens", "repeats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kitty_jax.evaluation.protocol import PRESETS
-    from kitty_jax.evaluation.scoring import SCORINGS
+    from kitty_jax.research.tasks.protocol import PRESETS
+    from kitty_jax.research.tasks.scoring import SCORINGS
     from scripts.task_runs import add_model_arguments, add_protocol_arguments
 
     add_model_arguments(parser)
@@ -45,13 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.evaluation.protocol import PRESETS, Protocol
+    from kitty_jax.research.tasks.protocol import PRESETS, Protocol
     from scripts.task_runs import Checkpoint, caches_of, protocol_of, write_json
 
     try:
         from lm_eval.tasks import TaskManager
 
-        import kitty_jax.lm_eval_adapter  # noqa: F401
+        import kitty_jax.research.lm_eval_adapter  # noqa: F401
     except ImportError as error:
         raise ValueError(str(error)) from error
 
@@ -87,8 +87,8 @@ def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cac
     """The harness's results of one pass over a task, from the file of an earlier run where there is one."""
     import lm_eval
 
-    from kitty_jax.evaluation.results import open_results
-    from kitty_jax.lm_eval_adapter import KittyLM
+    from kitty_jax.research.lm_eval_adapter import KittyLM
+    from kitty_jax.research.tasks.results import open_results
     from scripts.task_runs import _SEEDS, file_name, say, write_json
 
     chat = arguments.chat if arguments.chat is not None else protocol is not None and protocol.chat

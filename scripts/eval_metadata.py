@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kitty_jax.config import CacheConfig
-from kitty_jax.fake_quantize import split_pages
-from kitty_jax.flash import causal_attention
-from kitty_jax.metrics import compare_hidden, relative_error
+from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.dense_attention import causal_attention
+from kitty_jax.cache.query_statistic import squared_queries
+from kitty_jax.cache.rotation import rotate
 from kitty_jax.pallas_kernels.quantize import channel_scores
-from kitty_jax.query_statistic import squared_queries
-from kitty_jax.rotation import rotate
-from kitty_jax.simulation import timed_attention
+from kitty_jax.research.fake_quantize import split_pages
+from kitty_jax.research.metrics import compare_hidden, relative_error
+from kitty_jax.research.simulation import timed_attention
 
 HELP = "What scale and min in fewer bits than float16 would cost: KL and attention error against bits."
 PAGE_BITS = {"f16": 0, "lin": 64, "log": 64, "e4m3": 16}  # what a page and KV head says of its own statistics
@@ -197,7 +197,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.cache_spec import caches_from_spec
+    from kitty_jax.cache.spec import caches_from_spec
     from kitty_jax.models.checkpoint import load_model
     from scripts.eval_text import read_tokens
     from scripts.task_runs import write_json

@@ -19,11 +19,11 @@ def run(arguments: argparse.Namespace) -> int:
     import jax
     import jax.numpy as jnp
 
-    from kitty_jax.cache_spec import caches_from_spec
-    from kitty_jax.metrics import compare_hidden
+    from kitty_jax.cache.spec import caches_from_spec
     from kitty_jax.models.checkpoint import load_model
-    from kitty_jax.packed_scoring import packed_hidden
-    from kitty_jax.simulation import simulated_attention, simulated_caches
+    from kitty_jax.research.metrics import compare_hidden
+    from kitty_jax.research.packed_scoring import packed_hidden
+    from kitty_jax.research.simulation import simulated_attention, simulated_caches
     from scripts.eval_text import read_tokens
     from scripts.task_runs import write_json
 

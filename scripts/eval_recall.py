@@ -9,7 +9,7 @@ HELP = "Passkey and needle in a haystack over lengths and depths, exact match, g
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kitty_jax.evaluation.recall import TASKS
+    from kitty_jax.research.tasks.recall import TASKS
     from scripts.task_runs import add_model_arguments
 
     add_model_arguments(parser)
@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.evaluation import recall
-    from kitty_jax.prompts import check_whole
+    from kitty_jax.inference.prompts import check_whole
+    from kitty_jax.research.tasks import recall
     from scripts.task_runs import Checkpoint, caches_of, say, write_json
     from scripts.texts import read_text
 
@@ -115,7 +115,7 @@ def ends_of_a_turn(checkpoint, chat: bool) -> tuple[list[int], list[int]]:
 
 def figures(items: list[dict]) -> dict:
     """Accuracy, its interval, cells by length and depth, and the items."""
-    from kitty_jax.evaluation.intervals import wilson
+    from kitty_jax.research.tasks.intervals import wilson
 
     def cell(rows: list[dict]) -> dict:
         right = sum(r["correct"] for r in rows)

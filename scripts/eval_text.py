@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.cache_spec import caches_from_spec
-    from kitty_jax.metrics import evaluate_text
+    from kitty_jax.cache.spec import caches_from_spec
     from kitty_jax.models.checkpoint import load_model
+    from kitty_jax.research.metrics import evaluate_text
     from scripts.task_runs import write_json
 
     caches = {name: caches_from_spec(name) for name in arguments.cache}  # before the model loads: names may be wrong

@@ -22,15 +22,15 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from kitty_jax.cache_spec import caches_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.engine import Engine
-from kitty_jax.generate import Generation, prepare
-from kitty_jax.memory import CacheBytes, cache_bytes
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.inference.detokenize import InOrder, TextStream, encode_prompts
+from kitty_jax.inference.engine import Engine
+from kitty_jax.inference.generate import Generation, prepare
+from kitty_jax.inference.memory import CacheBytes, cache_bytes
+from kitty_jax.inference.prompts import check_capacity, check_prompts, check_whole
+from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
-from kitty_jax.prompts import check_capacity, check_prompts, check_whole
-from kitty_jax.sampling import Greedy, Sampler, Sampling
-from kitty_jax.text import InOrder, TextStream, encode_prompts
 
 NAMES = tuple(name.replace("_", "-") for name in CACHE_NAMES)
 SLOTS = 16  # prompts at a time unless --slots says otherwise

@@ -16,10 +16,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.analysis import capture, channel_sensitivity
-from kitty_jax.config import CacheConfig
-from kitty_jax.metrics import evaluate_text
+from kitty_jax.cache.config import CacheConfig
 from kitty_jax.models.checkpoint import load_model
+from kitty_jax.research.analysis import capture, channel_sensitivity
+from kitty_jax.research.metrics import evaluate_text
 from scripts.eval_text import read_tokens
 
 WINDOW = 512  # tokens shown in Figure 2a

@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.evaluation.paper import PAPER, TABLES, TASKS, Cell, Table, markdown, read_cell
+from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.research.tasks.paper import PAPER, TABLES, TASKS, Cell, Table, markdown, read_cell
 from scripts.task_runs import file_name, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

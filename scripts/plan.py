@@ -20,11 +20,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed on a device
 
-from kitty_jax.cache_spec import caches_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.memory import format_bytes, parse_bytes
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.inference.memory import format_bytes, parse_bytes
+from kitty_jax.inference.memory_plan import RESERVE, KVPlan
 from kitty_jax.models.registry import CONFIG_NAMES
-from kitty_jax.plan import RESERVE, KVPlan
 from scripts.model_shapes import read_shape, weight_shapes
 
 DEFAULT_CACHES = ("full", "kitty", "kitty-pro")

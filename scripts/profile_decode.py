@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, in
 
 import jax
 
-from kitty_jax.cache_spec import caches_from_spec
+from kitty_jax.cache.spec import caches_from_spec
+from kitty_jax.cache.steps import functional
 from kitty_jax.models.registry import random_model
-from kitty_jax.steps import functional
 from scripts.bench_generate_common import spread
 from scripts.bench_generate_ours import Loop
 from scripts.model_shapes import read_shape

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.evaluation.lookup import Lookup
 from kitty_jax.models.decoder import DecoderConfig
 from kitty_jax.models.names import hf_name_of
 from kitty_jax.models.registry import config_to_hf, params_of, random_model
 from kitty_jax.models.safetensors_dir import CONFIG, WEIGHTS, write_safetensors
 from kitty_jax.models.tokenizer import import_transformers
+from kitty_jax.research.tasks.lookup import Lookup
 
 TASK = "recall_task.json"  # beside the weights: what the model was trained on
 LOOK_BACK = 5.0  # of the first layer's queries and keys, the constant component's size against the random one's

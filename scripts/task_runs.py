@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.config import CacheConfig
-from kitty_jax.evaluation.batches import CHUNK, Completion, Prompt, complete, shape_of
-from kitty_jax.evaluation.protocol import Protocol
-from kitty_jax.evaluation.results import open_results
+from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
+from kitty_jax.research.tasks.batches import CHUNK, Completion, Prompt, complete, shape_of
+from kitty_jax.research.tasks.protocol import Protocol
+from kitty_jax.research.tasks.results import open_results
 
 DTYPES = ("float32", "bfloat16", "float16")
 _SEEDS = 1_000_003  # between the seeds of an item's repeats: more than any task has items

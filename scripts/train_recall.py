@@ -3,7 +3,7 @@
     python scripts/train_recall.py --out recall-model --json recall.json
     python scripts/train_recall.py --evaluate recall-model --json recall.json --cache kitty --cache kitty-pro
 
-The task is `kitty_jax/evaluation/lookup.py`: hundreds of key-value pairs, then every key again. The recipe: Adam on
+The task is `kitty_jax/research/tasks/lookup.py`: hundreds of key-value pairs, then every key again. The recipe: Adam on
 the answers alone, float32 parameters, the forward pass in bfloat16 on a GPU; stages of growing length, each left as
 soon as a round of steps is solved; then a decay of the learning rate to 0 at the last length. First weights
 (`recall_model.py`): the embeddings share a common part, through which the first layer's heads begin by looking one and
@@ -29,15 +29,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kitty_jax.attention import causal_attention, masked_attention
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.evaluation.lookup import Lookup, evaluate, table
+from kitty_jax.cache.attention import causal_attention, masked_attention
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.cache.steps import FunctionalModel, functional
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import DecoderConfig
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.rope import RopeConfig
-from kitty_jax.steps import FunctionalModel, functional
+from kitty_jax.research.tasks.lookup import Lookup, evaluate, table
 from scripts.recall_model import initial_model, load_task, save
 
 SHORT = 256  # tokens up to which plain attention is as fast as cuDNN's, which has limits on lengths of its own

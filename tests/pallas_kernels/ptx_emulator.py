@@ -13,7 +13,7 @@ import contextlib
 import ml_dtypes
 import numpy as np
 
-from kitty_jax.pallas_kernels import store_ptx
+from kitty_jax.pallas_kernels.store import ptx_store as store_ptx
 
 THREADS = 128
 OPERAND_SHIFT = 40  # bits of an address below the number of its operand

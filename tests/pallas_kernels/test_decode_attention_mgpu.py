@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.pallas_kernels.decode_attention import decode_attention, decode_attention_insert
-from kitty_jax.pallas_kernels.decode_attention_mgpu import decode_attention_mosaic, make_plan, unsupported
-from kitty_jax.pallas_kernels.decode_plan import SharedMemory
-from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat
+from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic, make_plan, unsupported
+from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention, decode_attention_insert
+from kitty_jax.pallas_kernels.decode_attention.shape import SharedMemory
+from kitty_jax.pallas_kernels.decode_attention.tuning import DecodeTuning, decode_splits
+from kitty_jax.pallas_kernels.page_format import LayerKV, PageFormat
 from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
-from kitty_jax.pallas_kernels.tuning import DecodeTuning, decode_splits
 
 # Relative error of the norm: over the whole output, and of the worst token. The first is the requirement. What makes
 # the second is the rounding of q * scale to float16 (2**-12 of each product): an emulation of that in float64 gives

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kitty_jax.pallas_kernels import implementation
-from kitty_jax.pallas_kernels.dequantize import dequantize_pages
-from kitty_jax.pallas_kernels.pages import PageFormat
+from kitty_jax.pallas_kernels.dequantize.operation import dequantize_pages
+from kitty_jax.pallas_kernels.page_format import PageFormat
 from kitty_jax.pallas_kernels.quantize import (
     dequantize_keys,
     dequantize_values,

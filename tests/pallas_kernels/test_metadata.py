@@ -10,7 +10,7 @@ import pytest
 
 from kitty_jax.pallas_kernels import metadata, quantize
 from kitty_jax.pallas_kernels.metadata import Grid
-from kitty_jax.pallas_kernels.pages import PageFormat, split_record
+from kitty_jax.pallas_kernels.page_format import PageFormat, split_record
 
 HALF = PageFormat(page=32, head_dim=32, boosted=8)
 FIXED = dataclasses.replace(HALF, metadata="fixed8")

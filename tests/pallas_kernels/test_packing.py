@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.pallas_kernels import packing
-from kitty_jax.pallas_kernels.pages import plane_words
+from kitty_jax.pallas_kernels.page_format import plane_words
 
 # (page, channels, token, channel) -> (word, lowest bit), worked out from the module's docstring by hand.
 KEY_BITS = [

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.pallas_kernels.pages import LayerKV, PageFormat, join_record, split_record
+from kitty_jax.pallas_kernels.page_format import LayerKV, PageFormat, join_record, split_record
 
 FORMATS = [
     PageFormat(),

@@ -9,7 +9,7 @@ import pytest
 
 from kitty_jax.pallas_kernels import quantize
 from kitty_jax.pallas_kernels.packing import unpack_values
-from kitty_jax.pallas_kernels.pages import PageFormat, split_record
+from kitty_jax.pallas_kernels.page_format import PageFormat, split_record
 
 SMALL = PageFormat(page=32, head_dim=32, boosted=8)
 

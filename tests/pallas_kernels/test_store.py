@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.pallas_kernels.dequantize import dequantize_pages
-from kitty_jax.pallas_kernels.pages import PageFormat
+from kitty_jax.pallas_kernels.dequantize.operation import dequantize_pages
+from kitty_jax.pallas_kernels.page_format import PageFormat
 from kitty_jax.pallas_kernels.quantize import quantize_keys, quantize_values
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages, write_records
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages, write_records
 
 FMT = PageFormat(page=16, head_dim=32, boosted=4)
 POOL, HEADS = 5, 2

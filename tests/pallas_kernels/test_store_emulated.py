@@ -7,17 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.pallas_kernels import (
-    dequantize_mgpu,
-    metadata_mgpu,
-    store_channels_mgpu,
-    store_keys_mgpu,
-    store_tile_mgpu,
-    store_values_mgpu,
-)
-from kitty_jax.pallas_kernels.dequantize import dequantize_pages
-from kitty_jax.pallas_kernels.pages import PageFormat
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.pallas_kernels import metadata_kernel as metadata_mgpu
+from kitty_jax.pallas_kernels.dequantize import kernel as dequantize_mgpu
+from kitty_jax.pallas_kernels.dequantize.operation import dequantize_pages
+from kitty_jax.pallas_kernels.page_format import PageFormat
+from kitty_jax.pallas_kernels.store import channels as store_channels_mgpu
+from kitty_jax.pallas_kernels.store import keys as store_keys_mgpu
+from kitty_jax.pallas_kernels.store import tile as store_tile_mgpu
+from kitty_jax.pallas_kernels.store import values as store_values_mgpu
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 from tests.pallas_kernels import ptx_emulator
 from tests.pallas_kernels.test_store_mgpu import EXTRAS, make
 

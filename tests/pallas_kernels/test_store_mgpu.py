@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kitty_jax.pallas_kernels import implementation
-from kitty_jax.pallas_kernels.pages import PageFormat
-from kitty_jax.pallas_kernels.store import store_key_pages, store_value_pages
+from kitty_jax.pallas_kernels.page_format import PageFormat
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 
 POOL, PAGES, HEADS = 7, 5, 3
 IDS = (4, POOL, 0, 6, 3)

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from kitty_jax.cache.state import init_state, nbytes
+from kitty_jax.cache.steps import functional
+from kitty_jax.inference.memory_plan import KVPlan
 from kitty_jax.models.registry import config_from_name, config_to_hf, random_model
-from kitty_jax.plan import KVPlan
-from kitty_jax.state import init_state, nbytes
-from kitty_jax.steps import functional
 from scripts import bench_generate as script
 from scripts import bench_generate_ours as ours
 from scripts.bench_generate_common import Request, generation_seconds, in_order, integrate, spread

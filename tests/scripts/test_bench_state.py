@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitty_jax.cache.state import init_state, nbytes
+from kitty_jax.cache.steps import decode_step, functional
 from kitty_jax.models.registry import config_from_name, config_to_hf, random_model
 from kitty_jax.models.sharding import make_mesh
-from kitty_jax.pallas_kernels.pages import split_record
-from kitty_jax.state import init_state, nbytes
-from kitty_jax.steps import decode_step, functional
+from kitty_jax.pallas_kernels.page_format import split_record
 from scripts import bench_mesh
 from scripts.bench_state import random_state
 

@@ -1,12 +1,12 @@
-"""scripts/cache_bytes.py and kitty_jax.memory: bytes by hand, bytes on the device, and the printed table."""
+"""scripts/cache_bytes.py and kitty_jax.inference.memory: bytes by hand, bytes on the device, and the printed table."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from kitty_jax.config import CACHE_NAMES, CacheConfig
-from kitty_jax.memory import cache_bytes
-from kitty_jax.state import KVShape, init_state
+from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
+from kitty_jax.cache.state import KVShape, init_state
+from kitty_jax.inference.memory import cache_bytes
 from scripts import cache_bytes as script
 
 QWEN3_8B = KVShape(36, 8, 128)

@@ -6,10 +6,10 @@ import sys
 import numpy as np
 import pytest
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.evaluation.results import open_results
+from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
+from kitty_jax.research.tasks.results import open_results
 from scripts.evaluate import main
 from tests.models.checkpoint_files import logits_of
 from tests.scripts.cli_checkpoint import write_checkpoint
@@ -84,7 +84,7 @@ def tasks(tmp_path, monkeypatch):
 
 
 def adapter(parts, cache="full", **options):
-    from kitty_jax.lm_eval_adapter import KittyLM
+    from kitty_jax.research.lm_eval_adapter import KittyLM
 
     return KittyLM(*parts, cache, **{"batch_size": 2, **options})
 
@@ -175,7 +175,7 @@ def test_generation_is_taken_up_again(parts, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(lines[:3]))
     with open_results(tmp_path / "a.jsonl", {}) as answers:
         assert adapter(parts, answers=answers).generate_until(requests) == wanted
-    monkeypatch.setattr("kitty_jax.evaluation.batches.prepare", None)  # whoever generates now fails
+    monkeypatch.setattr("kitty_jax.research.tasks.batches.prepare", None)  # whoever generates now fails
     with open_results(tmp_path / "a.jsonl", {}) as answers:
         assert adapter(parts, answers=answers).generate_until(requests) == wanted
 

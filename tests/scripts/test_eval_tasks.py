@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kitty_jax.evaluation.results import read_results
+from kitty_jax.research.tasks.results import read_results
 from scripts.evaluate import main
 from tests.scripts.cli_checkpoint import write_checkpoint
 
@@ -117,7 +117,7 @@ def test_humaneval_runs_programs_only_when_asked(checkpoint, tmp_path, capsys, m
     command = ["humaneval", "--model", checkpoint, "--file", file, "--out", out, "--prompt", "text", "--batch", "2"]
     command = [str(x) for x in [*command, "--max-new-tokens", "4", "--temperature", "0"]]
     with monkeypatch.context() as patch:
-        patch.setattr("kitty_jax.evaluation.programs.run_program", lambda *a: pytest.fail("a program was run"))
+        patch.setattr("kitty_jax.research.tasks.programs.run_program", lambda *a: pytest.fail("a program was run"))
         assert main(command) == 0
     assert "--run-programs runs them" in capsys.readouterr().err
     assert not (out / "summary.json").exists()

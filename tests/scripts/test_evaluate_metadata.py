@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.metrics import evaluate_text
+from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.models.checkpoint import load_model
-from kitty_jax.pallas_kernels.pages import PageFormat
+from kitty_jax.pallas_kernels.page_format import PageFormat
+from kitty_jax.research.metrics import evaluate_text
 from scripts.eval_metadata import Encoding, quantized, to_e4m3, to_grid
 from scripts.eval_text import read_tokens
 from scripts.evaluate import main

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.config import CacheConfig
-from kitty_jax.metrics import evaluate_text, stored_bits
+from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import causal_attend
 from kitty_jax.models.llama3 import smollm2_135m
 from kitty_jax.models.tokenizer import load_tokenizer
-from kitty_jax.simulation import simulated_attention, simulated_caches
+from kitty_jax.research.metrics import evaluate_text, stored_bits
+from kitty_jax.research.simulation import simulated_attention, simulated_caches
 from scripts.eval_text import read_tokens
 from scripts.evaluate import main
 from scripts.task_runs import write_json
@@ -94,7 +94,7 @@ def test_an_interrupted_write_leaves_the_results_so_far(tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "write_text", half)
         on_row({"full": {"nll": 1.0}, "kitty": {"nll": 2.0}})
 
-    monkeypatch.setattr("kitty_jax.metrics.evaluate_text", evaluate)
+    monkeypatch.setattr("kitty_jax.research.metrics.evaluate_text", evaluate)
     monkeypatch.setattr("kitty_jax.models.checkpoint.load_model", lambda *args, **kwargs: None)
     monkeypatch.setattr("scripts.eval_text.read_tokens", lambda *args: [])
     file = tmp_path / "new" / "out.json"

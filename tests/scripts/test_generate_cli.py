@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from kitty_jax.config import CACHE_NAMES
-from kitty_jax.generate import generate
+from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.inference.generate import generate
+from kitty_jax.inference.sampling import Sampling
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
-from kitty_jax.sampling import Sampling
 from scripts import generate as cli
 from tests.scripts.cli_checkpoint import write_checkpoint
 

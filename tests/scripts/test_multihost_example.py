@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kitty_jax.generate import generate
+from kitty_jax.inference.generate import generate
 from kitty_jax.models.registry import random_model
 from scripts import multihost_example as script
 

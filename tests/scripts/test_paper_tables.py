@@ -6,9 +6,9 @@ import shlex
 
 import pytest
 
-from kitty_jax.cache_spec import cache_from_spec
-from kitty_jax.evaluation.paper import PAPER, TABLES, TASKS, cell_of, mean_cell
-from kitty_jax.evaluation.results import open_results
+from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.research.tasks.paper import PAPER, TABLES, TASKS, cell_of, mean_cell
+from kitty_jax.research.tasks.results import open_results
 from scripts.evaluate import subcommands
 from scripts.paper_tables import main
 from scripts.task_runs import file_name

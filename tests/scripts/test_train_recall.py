@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.attention import causal_attention
-from kitty_jax.config import CacheConfig
-from kitty_jax.evaluation.lookup import Lookup, answers, evaluate, figures, in_pages
+from kitty_jax.cache.attention import causal_attention
+from kitty_jax.cache.config import CacheConfig
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
+from kitty_jax.research.tasks.lookup import Lookup, answers, evaluate, figures, in_pages
 from scripts import recall_model, train_recall
 
 TASK = Lookup(pairs=5, firsts=4, lasts=4, values=8)

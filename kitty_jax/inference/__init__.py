@@ -1,0 +1,1 @@
+"""Inference with a cache: sampling, prompts, decode loop, scheduler, ``generate``, ``Engine``, memory plan."""

@@ -1,0 +1,1 @@
+"""Research on caches: fake quantization, simulation, the oracle, metrics, calibration, tasks."""

@@ -1,0 +1,261 @@
+"""Choosing channels, and how many a layer boosts, once from a text instead of page by page.
+
+    scores = key_scores(model, tokens, cache)                       # one pass in full precision
+    caches = with_lists(cache, scores)                              # a config per layer with a fixed list per KV head
+    boosts = allocate(layer_costs(model, tokens, cache, options), options, budget=0.125)
+    caches = with_boosts(cache, boosts)                             # more channels where the error costs more
+
+A config per layer goes wherever a cache does: ``generate``, ``init_state``, the simulation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kitty_jax.cache.attention import causal_attention
+from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.query_statistic import squared_queries
+from kitty_jax.pallas_kernels.quantize import channel_scores, dequantize_keys, quantize_keys
+from kitty_jax.research.fake_quantize import fake_quantize_values, split_pages
+from kitty_jax.research.metrics import compare_hidden, relative_error
+from kitty_jax.research.simulation import SimulatedLayer, simulated_attention, simulated_caches, timed_attention
+
+STEPS = 1024  # of the channels: boosts to choose from are multiples of such a fraction, or of a larger one
+
+
+def key_scores(model, tokens: Array, cache: CacheConfig) -> np.ndarray:
+    """What each key channel's quantization costs on a text: range times root mean square of the queries.
+
+    Args:
+        model: a decoder of this project.
+        tokens: int32 [T], a text.
+        cache: a quantized cache, for S and G.
+
+    Returns:
+        float32 [L, K, D], the mean over the text's pages; the same number that ``selection="sensitivity"`` ranks the
+        channels of one page by.
+
+    Raises:
+        ValueError: the text does not fill a page.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape[0] < cache.sink + cache.page:
+        raise ValueError(
+            f"calibration needs a page: {cache.sink + cache.page} tokens or more of text, got {tokens.shape[0]}"
+        )
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+    attend = functools.partial(_score_attend, cache.sink, cache.page)
+    _, scores = model(tokens[None], positions, (None,) * model.config.num_layers, attend)
+    return np.stack([np.asarray(x) for x in scores])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _score_attend(sink: int, page: int, cache, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    squares = jnp.mean(split_pages(squared_queries(q, k.shape[2]), sink, page), axis=-2)  # [1, pages, K, D]
+    scores = channel_scores(split_pages(k, sink, page), "range") * jnp.sqrt(squares)
+    return causal_attention(q, k, v), jnp.mean(scores, axis=(0, 1))
+
+
+def with_lists(cache: CacheConfig | Sequence[CacheConfig], scores: np.ndarray) -> tuple[CacheConfig, ...]:
+    """A config per layer that boosts the channels of highest score, a list per KV head. scores: [L, K, D]."""
+    caches = (cache,) * len(scores) if isinstance(cache, CacheConfig) else tuple(cache)
+    out = []
+    for config, rows in zip(caches, scores, strict=True):
+        count = config.page_format(rows.shape[-1]).boosted
+        best = np.sort(np.argsort(-rows, axis=-1, kind="stable")[:, :count], axis=-1)
+        out.append(dataclasses.replace(config, selection=tuple(map(tuple, best.tolist()))) if count else config)
+    return tuple(out)
+
+
+def with_boosts(cache: CacheConfig, boosts: Sequence[float]) -> tuple[CacheConfig, ...]:
+    """A config per layer with that layer's boost."""
+    return tuple(dataclasses.replace(cache, boost=float(boost)) for boost in boosts)
+
+
+def layer_costs(
+    model,
+    tokens: Array,
+    cache: CacheConfig,
+    boosts: Sequence[float],
+    *,
+    start: int = 512,
+    by_kl: bool = True,
+) -> np.ndarray:
+    """What each layer's quantization costs, by the boost it gets: [L, options].
+
+    The squared error of the attention output (relative, every layer fed the full-precision run's inputs) at each boost;
+    with ``by_kl`` times a weight per layer, the KL divergence of the whole model when that layer alone is cached with
+    the cache's own boost, over its squared error then. That is a pass of the model per layer.
+
+    Args:
+        tokens: int32 [T], more than ``start``.
+        boosts: fractions of the channels, the options.
+        start: first position of the averages.
+
+    Raises:
+        ValueError: the text is so short that no position from ``start`` on sees a quantized page.
+    """
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.shape[0] <= start + 1:
+        raise ValueError(f"wanted a text of more than start + 1 = {start + 1} tokens, got {tokens.shape[0]}")
+    if tokens.shape[0] <= cache.sink + cache.page:
+        raise ValueError(
+            f"wanted a text of more than sink + page = {cache.sink + cache.page} tokens, got {tokens.shape[0]}: no "
+            "position sees a quantized page, so nothing can be said of its cost"
+        )
+    layers = model.config.num_layers
+    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
+    options = (*with_boosts(cache, boosts), cache)
+    probes = tuple(tuple(SimulatedLayer(c, jnp.int32(i)) for c in options) for i in range(layers))
+    full, errors = model(tokens[None], positions, probes, functools.partial(_probe, start))
+    squares = np.square(np.array([[float(x) for x in row] for row in errors]))  # [L, options + 1]
+    if not by_kl:
+        return squares[:, :-1]
+    weights = []
+    for layer in range(layers):
+        alone = [CacheConfig.full()] * layers
+        alone[layer] = cache
+        hidden, _ = model(tokens[None], positions, simulated_caches(alone, layers), _simulate)
+        kl, square = compare_hidden(model, full[0], hidden[0], tokens, start)["kl"], squares[layer, -1]
+        weights.append(kl / square if square else 0.0)  # a layer without error costs nothing
+    return squares[:, :-1] * np.array(weights)[:, None]
+
+
+_simulate = jax.jit(simulated_attention)
+_full = jax.jit(causal_attention)
+
+
+def _probe(start: int, caches, q: Array, k: Array, v: Array):
+    out = _full(q, k, v)
+    return out, tuple(relative_error(out, _simulate(cache, q, k, v)[0], start) for cache in caches)
+
+
+def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple[float, ...]:
+    """The boost of each layer that makes the sum of costs least, while their mean is at most the budget. Exact.
+
+    Args:
+        costs: [L, options], from :func:`layer_costs`.
+        boosts: the options, fractions from 0 to 1, whole multiples of a common step (1/8, say) of 1/1024 or more, in
+            any order.
+        budget: the mean boost to keep to.
+
+    Raises:
+        ValueError: no choice keeps to the budget, the options have no common step, or the costs are no finite numbers
+            for each layer and option.
+    """
+    costs, boosts = np.asarray(costs, np.float64), [float(b) for b in boosts]
+    if costs.ndim != 2 or not costs.size or costs.shape[1] != len(boosts):
+        raise ValueError(f"costs must be [layers, options], with {len(boosts)} options, got shape {costs.shape}")
+    if not np.isfinite(costs).all():
+        layer, option = np.argwhere(~np.isfinite(costs))[0]
+        raise ValueError(
+            f"costs must be finite, got {costs[layer, option]} for layer {layer} and boost {boosts[option]}; was the "
+            "text long enough, and the model's output finite?"
+        )
+    if not math.isfinite(budget):
+        raise ValueError(f"the mean boost must be a finite number, got {budget}")
+    layers = len(costs)
+    unit, weights = _steps(boosts)
+    room = int(np.floor(budget * layers / unit + 1e-9))
+    if room < layers * min(weights):
+        raise ValueError(f"a mean boost of {budget} is less than the least option, {min(boosts)}")
+    # best[r]: least cost of the layers so far with at most r units; choice[l][r]: what layer l then takes.
+    best, choice = np.zeros(room + 1), np.zeros((layers, room + 1), int)
+    for layer in range(layers):
+        candidates = np.full((len(boosts), room + 1), np.inf)
+        for option, weight in enumerate(weights):
+            if weight > room:
+                continue
+            candidates[option, weight:] = best[: room + 1 - weight] + costs[layer, option]
+        choice[layer], best = candidates.argmin(0), candidates.min(0)
+    out, left = [], room
+    for layer in reversed(range(layers)):
+        out.append(boosts[choice[layer, left]])
+        left -= weights[choice[layer, left]]
+    return tuple(reversed(out))
+
+
+def _steps(boosts: list[float]) -> tuple[float, list[int]]:
+    """The greatest step that all are whole multiples of, and how many of it each is."""
+    if not all(0 <= b <= 1 for b in boosts):
+        raise ValueError(f"boosts are fractions of the channels from 0 to 1, got {boosts}")
+    fractions = [Fraction(b).limit_denominator(STEPS) for b in boosts]
+    parts = math.lcm(*(f.denominator for f in fractions))
+    if parts > STEPS or any(abs(float(f) - b) > 1e-9 for f, b in zip(fractions, boosts, strict=True)):
+        raise ValueError(f"boosts must be whole multiples of a common step of 1/{STEPS} or more, got {boosts}")
+    counts = [int(f * parts) for f in fractions]
+    step = math.gcd(*counts) or parts
+    return step / parts, [count // step for count in counts]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _listed(config: CacheConfig, listed: Array, q: Array, k: Array, v: Array) -> Array:
+    fmt = config.page_format(k.shape[-1])
+    pages = split_pages(k.astype(jnp.float32), config.sink, config.page)
+    scores = jnp.broadcast_to(listed, (*pages.shape[:2], *listed.shape))
+    codes = quantize_keys(pages, fmt, scores=scores, shrink=config.key_shrink)
+    middle = jnp.swapaxes(dequantize_keys(codes, fmt), 2, 3).reshape(k.shape[0], -1, *k.shape[2:])
+    end = config.sink + middle.shape[1]
+    wide = k.astype(jnp.float32)
+    keys = jnp.concatenate([wide[:, : config.sink], middle, wide[:, end:]], axis=1)
+    return timed_attention(q, k, v, keys, fake_quantize_values(v, config), config)
+
+
+def listed_attention(cache: CacheConfig, q: Array, k: Array, v: Array) -> tuple[Array, CacheConfig]:
+    """:func:`.simulation.simulated_attention` for a config with fixed lists, one compilation for all of them.
+
+    Lists are static in a config, so a list per layer would otherwise compile every layer's attention on its own.
+
+    Args:
+        cache: one config per layer is the ``caches`` of a model; others than fixed lists are simulated as they are.
+    """
+    lists = cache.channel_lists() if cache.quantized else ()
+    if not lists:
+        return _simulate(SimulatedLayer(cache, jnp.int32(0)), q, k, v)[0], cache
+    listed = np.zeros((len(lists), k.shape[-1]), np.float32)
+    for row, channels in zip(listed, lists, strict=True):
+        row[list(channels)] = 1
+    listed = np.broadcast_to(listed, (k.shape[2], k.shape[-1]))
+    return _listed(dataclasses.replace(cache, selection="magnitude"), jnp.asarray(listed), q, k, v), cache
+
+
+def save_caches(caches: Sequence[CacheConfig], path: Path) -> None:
+    """A config per layer as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"layers": [dataclasses.asdict(c) for c in caches]}, indent=1) + "\n")
+
+
+def load_caches(path: Path) -> tuple[CacheConfig, ...]:
+    """What :func:`save_caches` wrote.
+
+    Raises:
+        ValueError: the file is of another kind, or a layer's fields are no cache; the message names the file and layer.
+    """
+    wanted = 'wanted {"layers": [fields of CacheConfig, ...]}, as calibrate.py writes'
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise ValueError(f"{path}: {wanted}; {error}") from error
+    layers = value.get("layers") if isinstance(value, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{path}: {wanted}, for one layer or more; got {json.dumps(value):.60}")
+    caches = []
+    for number, fields in enumerate(layers):
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}, layer {number}: {wanted}; got {json.dumps(fields):.60}")
+        try:
+            caches.append(CacheConfig(**fields))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}, layer {number}: {error}") from error
+    return tuple(caches)

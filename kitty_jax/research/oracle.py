@@ -1,0 +1,354 @@
+"""The semantics of the cache, literally: one sequence, one layer, token by token, nothing packed. Slow, for tests.
+
+Everything else that caches (the packed state, the kernels, the one-pass simulation) is held against this file, so it
+shares no code with them. It follows arXiv 2511.18643, sections 3 and 4, and the published system where the paper is
+silent. The authors' code has two versions of the algorithm that differ, a simulation (``kitty_sim``) and the Triton
+kernels of the system (``kchanboost``). What they do, and what is done here:
+
+* Rounding. Simulation: clamp, then half to even. Kernels: ``floor(x + 0.5)``, then clamp. Here: half to even, then
+  clamp (the same codes as the simulation's).
+* Flat groups. Simulation: the *range* is raised to at least 1e-4 (16-bit data; 1e-6 otherwise). Kernels: the *scale* is
+  raised to at least 1e-6. Here neither: a scale of 0 has code 0 and gives back the minimum.
+* What codes are computed with. Simulation: the scale in the data's dtype. Kernels: the scale before it is rounded to
+  float16 for storage. Here: the float16 scale and minimum that are stored, so that their rounding is made up for.
+* Ageing of values. Simulation: token by token, each as soon as R newer ones exist. Kernels: page by page, when G tokens
+  have left the window of R. Here: as the kernels.
+* Ageing of keys. Simulation: a page is quantized one step late, by the step that brings the first token after it, and
+  a prompt that ends with a full page keeps it if it is the only one. Kernels: by the step that fills it, after that
+  step's attention. Here: as the kernels.
+* Scores of channels. Both: in the data's dtype, with the order of ties left to ``topk``; the simulation's random
+  channels are drawn once for all sequences. Here: in float32 or better, ties to the lowest channel.
+* Scale and minimum in bytes (``metadata="fixed8"``). The authors have no such thing: this file is its definition.
+* Prompts. Simulation: a prompt must be longer than the sink. Kernels and here: any length.
+
+Arithmetic of a group is float32, one rounding per operation; division by 3 or 15 is multiplication by its float32
+reciprocal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from kitty_jax.cache.config import CacheConfig
+
+KEY_LIMIT_LOG2 = (
+    13  # a page of keys is stored below 2**13, one of values below 2**5; a larger one is divided by a power of two
+)
+VALUE_LIMIT_LOG2 = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class OraclePage:
+    """One quantized page of one KV head, nothing packed.
+
+    Attributes:
+        codes: int [G, D].
+        scale, min: float16; of each channel [D] for keys, of each token [G] for values.
+        channels: the boosted channels, ascending; empty for values.
+        exponent: the page is stored divided by ``2**exponent``.
+        restored: float32 [G, D], what reading the page gives.
+        grid: with fixed8 (scale step, scale base, min step, min base); else empty.
+    """
+
+    codes: np.ndarray
+    scale: np.ndarray
+    min: np.ndarray
+    channels: tuple[int, ...]
+    exponent: int
+    restored: np.ndarray
+    grid: tuple[int, ...] = ()
+
+
+Rounding = Callable[[np.float32], np.float16]  # of a scale or a minimum, as it is stored
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed8:
+    """A :data:`Rounding` to the nearest of 256 numbers, the first ``16 * base * 2**step``, each ``2**step`` further."""
+
+    step: int
+    base: int
+
+    @classmethod
+    def between(cls, low: np.float32, high: np.float32) -> Fixed8:
+        """The finest for numbers from ``low`` to ``high``.
+
+        Both ends within 239 steps, 16 less than there are: 15 go to the base being a multiple of 16, one to rounding.
+        No number further than 1,792 steps from zero, so that none needs more than 11 bits.
+        """
+        span = (high - low) * np.float32(1 / 239)
+        reach = max(abs(low), abs(high)) * np.float32(1 / 1792)
+        step = -24
+        while 2.0**step < max(span, reach):
+            step += 1
+        return cls(step, int(np.floor(float(low) / 2.0**step / 16)))
+
+    def __call__(self, x: np.float32) -> np.float16:
+        byte = np.clip(np.round(float(x) / 2.0**self.step) - 16 * self.base, 0, 255)
+        return np.float16((16 * self.base + byte) * 2.0**self.step)
+
+
+def page_exponent(x: np.ndarray, limit_log2: int) -> int:
+    """Smallest e >= 0 with max |x| < 2**(limit_log2 + e)."""
+    e = 0
+    while np.max(np.abs(x.astype(np.float64))) >= 2.0 ** (limit_log2 + e):
+        e += 1
+    return e
+
+
+def _twelve_bits(x: np.ndarray) -> np.ndarray:
+    """float32 to 12 significant bits, half to even."""
+    mantissa, exponent = np.frexp(x.astype(np.float32))
+    return np.ldexp(np.round(mantissa * 4096) / np.float32(4096), exponent).astype(np.float32)
+
+
+def _shrunk_range(x: np.ndarray, factor: float) -> tuple[np.float32, np.float32]:
+    """Ends of a group's range times ``factor``, cut on both sides alike."""
+    lowest, highest = np.min(x), np.max(x)
+    cut = _twelve_bits(highest - lowest) * _to_bfloat16((1 - factor) / 2)
+    return (lowest, highest) if factor == 1 else (lowest + cut, highest - cut)
+
+
+def _scale(low: np.float32, high: np.float32, bits: int) -> np.float32:
+    return np.maximum(high - low, np.float32(0)) * np.float32(1 / (2**bits - 1))
+
+
+def roundings(
+    groups: list[np.ndarray], bits: list[int], shrink: tuple[float, ...], metadata: str
+) -> tuple[Rounding, Rounding]:
+    """How a page rounds its scales and its minima: from the ends of all its groups, over all factors of the range."""
+    if metadata == "float16":
+        return np.float16, np.float16
+    wide = [_shrunk_range(x, max(shrink)) for x in groups]
+    narrow = [_shrunk_range(x, min(shrink)) for x in groups]
+    least = min(_scale(*ends, b) for ends, b in zip(narrow, bits, strict=True))
+    greatest = max(_scale(*ends, b) for ends, b in zip(wide, bits, strict=True))
+    return Fixed8.between(least, greatest), Fixed8.between(min(low for low, _ in wide), max(low for low, _ in narrow))
+
+
+def quantize_group(
+    x: np.ndarray,
+    bits: int,
+    shrink: tuple[float, ...] = (1.0,),
+    round_scale: Rounding = np.float16,
+    round_low: Rounding = np.float16,
+) -> tuple[np.ndarray, np.float16, np.float16]:
+    """One group (a channel of a key page, or a token of a value page): float32 [X] -> (codes [X], scale, min).
+
+    ``shrink``: factors of the range to try; each cuts both ends alike, and the first of least squared error is kept.
+    """
+    levels = 2**bits - 1
+    best = None
+    for factor in shrink:
+        low, high = _shrunk_range(x, factor)
+        low = round_low(low)
+        scale = round_scale(_scale(np.float32(low), high, bits))
+        if scale == 0:
+            codes = np.clip(np.round(x - np.float32(low)), 0, levels)
+        else:
+            codes = np.clip(np.round((x - np.float32(low)) / np.float32(scale)), 0, levels)
+        restored = codes.astype(np.float32) * np.float32(scale) + np.float32(low)
+        error = np.sum(_twelve_bits(restored - x).astype(np.float64) ** 2)
+        if best is None or error < best[0]:
+            best = (error, codes.astype(np.int64), scale, low)
+    return best[1:]
+
+
+def _to_bfloat16(x: float) -> np.float32:
+    mantissa, exponent = np.frexp(np.float64(x))
+    return np.float32(np.ldexp(np.round(mantissa * 256) / 256, exponent))
+
+
+def restore(codes: np.ndarray, scale: np.ndarray, low: np.ndarray, exponent: int) -> np.ndarray:
+    """``(code * scale + min) * 2**exponent`` in float32; scale and min broadcast against the codes."""
+    x = codes.astype(np.float32) * scale.astype(np.float32) + low.astype(np.float32)
+    return x * np.float32(2.0**exponent)
+
+
+def quantize_key_page(
+    x: np.ndarray,
+    channels: tuple[int, ...],
+    bits: int = 2,
+    shrink: tuple[float, ...] = (1.0,),
+    metadata: str = "float16",
+) -> OraclePage:
+    """Keys of one KV head, [G, D]: each channel on its own, ``channels`` with 4 bits and the others with ``bits``."""
+    page, head_dim = x.shape
+    e = page_exponent(x, KEY_LIMIT_LOG2)
+    scaled = x.astype(np.float32) * np.float32(2.0**-e)
+    codes = np.zeros((page, head_dim), np.int64)
+    scale, low = np.zeros(head_dim, np.float16), np.zeros(head_dim, np.float16)
+    each = [4 if d in channels else bits for d in range(head_dim)]
+    rounded = roundings(list(scaled.T), each, shrink, metadata)
+    for d in range(head_dim):
+        codes[:, d], scale[d], low[d] = quantize_group(scaled[:, d], each[d], shrink, *rounded)
+    return OraclePage(codes, scale, low, channels, e, restore(codes, scale, low, e), _grid(rounded))
+
+
+def quantize_value_page(
+    x: np.ndarray, bits: int, shrink: tuple[float, ...] = (1.0,), metadata: str = "float16"
+) -> OraclePage:
+    """Values of one KV head, [G, D]: each token on its own."""
+    page, head_dim = x.shape
+    e = page_exponent(x, VALUE_LIMIT_LOG2)
+    scaled = x.astype(np.float32) * np.float32(2.0**-e)
+    codes = np.zeros((page, head_dim), np.int64)
+    scale, low = np.zeros(page, np.float16), np.zeros(page, np.float16)
+    rounded = roundings(list(scaled), [bits] * page, shrink, metadata)
+    for t in range(page):
+        codes[t], scale[t], low[t] = quantize_group(scaled[t], bits, shrink, *rounded)
+    return OraclePage(codes, scale, low, (), e, restore(codes, scale[:, None], low[:, None], e), _grid(rounded))
+
+
+def _grid(rounded: tuple[Rounding, ...]) -> tuple[int, ...]:
+    return tuple(number for r in rounded if isinstance(r, Fixed8) for number in (r.step, r.base))
+
+
+class Oracle:
+    """The cache of one sequence and one layer.
+
+    Args:
+        config: the cache; full precision too.
+        num_kv_heads: K.
+        head_dim: D.
+        layer: the layer's number, on which random channels depend.
+    """
+
+    def __init__(self, config: CacheConfig, num_kv_heads: int, head_dim: int, layer: int = 0):
+        self.config, self.num_kv_heads, self.head_dim, self.layer = config, num_kv_heads, head_dim, layer
+        self.keys: list[np.ndarray] = []  # of every token, as it reads now: float32 [K, D]
+        self.values: list[np.ndarray] = []
+        self.queries: list[np.ndarray | None] = []  # of every token's own step, [N, D]
+        self.key_pages: list[list[OraclePage]] = []  # by page, by KV head
+        self.value_pages: list[list[OraclePage]] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens cached."""
+        return len(self.keys)
+
+    def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """A decode step, q [N, D], k and v [K, D] -> float64 [N, D]: insert, attend, quantize what is due."""
+        self.insert(k, self._turn(v), q)
+        out = self._turn(self.attend(q, self.length))
+        self.age()
+        return out
+
+    def prefill(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """A chunk of T tokens, q [T, N, D], k and v [T, K, D] -> float64 [T, N, D].
+
+        Causal. The chunk's own tokens are attended in full precision, those cached before as they are; then pages that
+        are due are quantized.
+        """
+        before = self.length
+        for t in range(len(k)):
+            self.insert(k[t], self._turn(v[t]), q[t])
+        out = [self._turn(self.attend(q[t], before + t + 1)) for t in range(len(q))]
+        self.age()
+        return np.stack(out) if out else np.zeros(q.shape, np.float64)
+
+    def _turn(self, x: np.ndarray) -> np.ndarray:
+        """Values [K, D] into the basis they are cached in, or outputs [N, D] back: a Hadamard rotation, if wanted."""
+        if not self.config.rotate_values:
+            return x
+        block, matrix = self.head_dim & -self.head_dim, np.ones((1, 1))
+        while len(matrix) < block:
+            matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+        blocks = x.astype(np.float64).reshape(len(x), -1, block)
+        return (blocks @ matrix / np.sqrt(block)).reshape(x.shape)
+
+    def insert(self, k: np.ndarray, v: np.ndarray, q: np.ndarray | None = None) -> None:
+        """Appends one token, k and v [K, D] as they are cached, in full precision; q [N, D] where channels are chosen
+        by the queries.
+        """
+        self.queries.append(None if q is None else np.array(q, np.float64))
+        self.keys.append(np.array(k, np.float32))
+        self.values.append(np.array(v, np.float32))
+
+    def attend(self, q: np.ndarray, length: int) -> np.ndarray:
+        """Softmax attention of one query [N, D] over the first ``length`` tokens, in float64: [N, D]."""
+        out = np.zeros(q.shape, np.float64)
+        per_head = q.shape[0] // self.num_kv_heads
+        for n in range(q.shape[0]):
+            head = n // per_head
+            keys = np.stack([k[head] for k in self.keys[:length]]).astype(np.float64)
+            values = np.stack([v[head] for v in self.values[:length]]).astype(np.float64)
+            logits = keys @ q[n].astype(np.float64) / np.sqrt(self.head_dim)
+            weights = np.exp(logits - np.max(logits))
+            out[n] = weights @ values / np.sum(weights)
+        return out
+
+    def age(self) -> None:
+        """Quantizes every page that is due: G keys past the sink at once; G values once R newer ones exist."""
+        c = self.config
+        if not c.quantized:
+            return
+        while self.length >= c.sink + (len(self.key_pages) + 1) * c.page:
+            self._quantize(self.keys, self.key_pages, self._key_page)
+        while self.length >= c.sink + c.window + (len(self.value_pages) + 1) * c.page:
+            self._quantize(
+                self.values,
+                self.value_pages,
+                lambda x, *_: quantize_value_page(x, c.value_bits, c.value_shrink, c.metadata),
+            )
+
+    def _quantize(self, tokens: list[np.ndarray], pages: list, quantize) -> None:
+        start = self.config.sink + len(pages) * self.config.page
+        x = np.stack(tokens[start : start + self.config.page])  # [G, K, D]
+        heads = [quantize(x[:, h], len(pages), h) for h in range(self.num_kv_heads)]
+        for t in range(self.config.page):
+            tokens[start + t] = np.stack([page.restored[t] for page in heads])
+        pages.append(heads)
+
+    def _key_page(self, x: np.ndarray, page: int, head: int) -> OraclePage:
+        c = self.config
+        return quantize_key_page(x, self.boosted_channels(x, page, head), 2, c.key_shrink, c.metadata)
+
+    def boosted_channels(self, x: np.ndarray, page: int, head: int) -> tuple[int, ...]:
+        """Channels of page number ``page``, x [G, D], that get 4 bits, ascending; ties go to the lowest channel."""
+        count = round(self.config.boost * self.head_dim)
+        lists = self.config.channel_lists()
+        if lists:
+            return tuple(sorted(lists[head % len(lists)]))
+        order = np.argsort(-self._scores(x.astype(np.float64), page, head), kind="stable")
+        return tuple(sorted(int(d) for d in order[:count]))
+
+    def _scores(self, x: np.ndarray, page: int, head: int) -> np.ndarray:
+        if self.config.selection == "magnitude":
+            return np.mean(np.abs(x), axis=0)
+        if self.config.selection == "variance":
+            return np.mean((x - np.mean(x, axis=0)) ** 2, axis=0)
+        if self.config.selection == "range":
+            return np.max(x, axis=0) - np.min(x, axis=0)
+        if self.config.selection == "sensitivity":
+            return np.sqrt(self._mean_square_of_queries(page, head)) * (np.max(x, axis=0) - np.min(x, axis=0))
+        if self.config.selection == "error":
+            return self._mean_square_of_queries(page, head) * self._gain(x)
+        return random_scores(self.config.seed, self.layer, page, self.num_kv_heads, self.head_dim)[head]
+
+    def _mean_square_of_queries(self, page: int, head: int) -> np.ndarray:
+        """Of the steps that brought the page's tokens, over the query heads that read the KV head: [D]."""
+        start, per_head = self.config.sink + page * self.config.page, len(self.queries[-1]) // self.num_kv_heads
+        queries = np.stack(self.queries[start : start + self.config.page])[:, head * per_head : (head + 1) * per_head]
+        return np.mean(queries**2, axis=(0, 1))
+
+    def _gain(self, x: np.ndarray) -> np.ndarray:
+        """How much squared error each channel loses by having 4 bits instead of 2: [G, D] -> [D].
+
+        With float16 scale and minimum whatever is stored, as a grid is known only with the boosted channels.
+        """
+        every = tuple(range(self.head_dim))
+        two = quantize_key_page(x, (), 2, self.config.key_shrink).restored
+        four = quantize_key_page(x, every, 2, self.config.key_shrink).restored
+        return np.sum((two - x) ** 2 - (four - x) ** 2, axis=0)
+
+
+def random_scores(seed: int, layer: int, page: int, num_kv_heads: int, head_dim: int) -> np.ndarray:
+    """Scores of the "random" selection, [K, D]: a draw that depends on seed, layer and page number alone."""
+    import jax  # the generator is part of the semantics, so this one thing is JAX's
+
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), layer), page)
+    return np.asarray(jax.random.uniform(key, (num_kv_heads, head_dim), np.float32))

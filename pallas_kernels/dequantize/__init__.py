@@ -1,0 +1,1 @@
+"""Pages back to numbers."""

@@ -1,0 +1,1 @@
+"""Quantize-and-pack into the page pool."""
