@@ -1,11 +1,12 @@
-"""Loading: from a Hugging Face directory or a .gguf file on disk to a Flax model, one tensor at a time.
+"""Loading: from a Hugging Face directory or a .gguf file on disk to a Flax model, one parameter at a time.
 
-The source is memory-mapped; a tensor is read (dequantized), cast, put on its device or devices, and dropped before
-the next is read. So the host never holds more than the largest tensor beside what the devices hold.
+The source is memory-mapped. The tensors of one parameter are read (dequantized), cast, put on their device or devices,
+and dropped before the next are read: the host never holds more than the largest parameter and one of its tensors.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.checkpoint_source import CheckpointError, CheckpointSource
-from kitty_jax.models.fused import join_arrived
-from kitty_jax.models.names import Target, hf_names, may_ignore
-from kitty_jax.models.registry import config_from_hf, model_from_params
-from kitty_jax.models.sharding import check_mesh, param_sharding
+from kitty_jax.models.params import Index, Target, abstract_params, hf_targets, may_ignore, model_from_params
+from kitty_jax.models.registry import config_from_hf
+from kitty_jax.models.sharding import param_shardings
 
 Progress = Callable[[int, int, str], None]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -29,7 +29,6 @@ def load_model(
     *,
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
-    fused: bool = False,
     progress: Progress | None = None,
 ) -> Any:
     """A model with the weights of a checkpoint on this machine (nothing is downloaded).
@@ -39,8 +38,6 @@ def load_model(
     dtype: float32, bfloat16 or float16 for every parameter and the activations. None keeps a directory's stored dtype
       (that of most bytes, if mixed) and means float32 for .gguf.
     mesh: each parameter goes straight to its NamedSharding (`kitty_jax.models.sharding`); None: the default device.
-    fused: query, key and value projections as one parameter, gate and up as one (`kitty_jax.models.fused`); joined on
-      the devices as their tensors arrive.
     progress: called after each tensor with (bytes of the source done, bytes in total, tensor name).
 
     A tied model (`tie_word_embeddings`) has no head of its own. If its checkpoint holds `lm_head.weight` all the
@@ -50,20 +47,29 @@ def load_model(
     misshapen tensors are all named at once.
     """
     plan = plan_checkpoint(path, dtype=dtype)
-    shardings = None if mesh is None else _shardings(plan, mesh)
+    leaves = abstract_params(plan.config)
+    shardings = None if mesh is None else param_shardings(mesh, plan.config)  # refuses before the first byte is read
     params = {}
-    for name, values in plan.tensors(progress):
-        target = plan.targets[name]
+    for path, tensors in itertools.groupby(plan.tensors(progress), lambda item: plan.targets[item[0]].path):
+        values = _joined(leaves[path], ((plan.targets[name].index, tensor) for name, tensor in tensors))
         if shardings is None:
             array = jax.device_put(values)
         else:
             # By callback, not device_put: each process of several hands out only the slices of its own devices.
-            array = jax.make_array_from_callback(values.shape, shardings[name], values.__getitem__)
-        # Waits, or the host copies of many tensors would pile up in the transfer queue.
-        params[target.path] = jax.block_until_ready(array)
-        if fused:
-            join_arrived(plan.config, params, target.path)
-    return model_from_params(dataclasses.replace(plan.config, fused=fused), params)
+            array = jax.make_array_from_callback(values.shape, shardings[path], values.__getitem__)
+        # Waits, or the host copies of many parameters would pile up in the transfer queue.
+        params[path] = jax.block_until_ready(array)
+    return model_from_params(plan.config, params)
+
+
+def _joined(leaf: jax.ShapeDtypeStruct, tensors: Iterable[tuple[Index, np.ndarray]]) -> np.ndarray:
+    """A parameter from its checkpoint tensors, each of them at its index; a single one is taken as it is."""
+    values = np.empty(leaf.shape, leaf.dtype)
+    for index, tensor in tensors:
+        if tensor.size == leaf.size:
+            return tensor.reshape(leaf.shape)
+        values[index] = tensor.reshape(values[index].shape)
+    return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +111,7 @@ def plan_checkpoint(path: str | Path, *, dtype: Any = None) -> CheckpointPlan:
         config = config_from_hf(source.config, dtype=stored)
     except ValueError as error:
         raise CheckpointError(f"{source.path}: {error}") from error
-    targets = hf_names(config)
+    targets = hf_targets(config)
     _check_tensors(source, config, targets)
     if _HEAD in source.shapes and _HEAD not in targets:
         _check_tied_head(source)
@@ -168,9 +174,3 @@ def _check_tied_head(source: CheckpointSource) -> None:
             f"{source.path}: the config ties the head to the embedding (tie_word_embeddings), but {_HEAD} is in the "
             f"file and differs from {_EMBEDDING}. Set tie_word_embeddings to false to use it, or remove the tensor."
         )
-
-
-def _shardings(plan: CheckpointPlan, mesh: jax.sharding.Mesh) -> dict[str, jax.sharding.NamedSharding]:
-    """Every sharding before the first byte is read, so that a mesh that does not fit is refused at once."""
-    check_mesh(mesh, plan.config)
-    return {name: param_sharding(mesh, target.path, target.shape) for name, target in plan.targets.items()}

@@ -2,6 +2,7 @@
 
 Rounding follows Hugging Face: norms in float32, cast, then multiply by the weight; activations in ``config.dtype``;
 matrix products accumulate in float32. Weights keep Hugging Face's layout [out, in], so a checkpoint needs no transpose.
+Projections that share their input are one parameter, so that a decode step reads them with one product.
 """
 
 import dataclasses
@@ -30,8 +31,6 @@ class DecoderConfig:
     family: "qwen3", "qwen2" or "llama", the Hugging Face model type it reads and writes.
     dtype: of parameters and activations (bfloat16, float16 or float32). rms_eps: added to the mean square in norms.
     max_position: longest sequence in tokens that the checkpoint was made for.
-    fused: the query, key and value projections are one parameter, and gate and up are one; the same numbers in another
-      layout, which checkpoints do not have (`kitty_jax.models.fused`).
     """
 
     family: str
@@ -49,7 +48,6 @@ class DecoderConfig:
     qkv_bias: bool
     tied_head: bool
     dtype: Any = jnp.bfloat16
-    fused: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one spelling, so that equal configs compare equal
@@ -112,64 +110,38 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention with optional QK-norm and QKV bias; where K and V are kept is attend's business.
 
-    Fused, one parameter qkv [K, Q + 2, D, E] has for each KV head its Q = N / K query heads, its key and its value.
+    qkv [K, Q + 2, D, E] has for each KV head its Q = N / K query heads, its key and its value: a mesh splits it by K.
     """
 
     def __init__(self, config: DecoderConfig):
-        embed, heads = config.embed_dim, config.num_heads * config.head_dim
-        self.head_dim = config.head_dim
-
-        def projection(*out_dims: int) -> Linear:
-            return Linear(embed, out_dims, config.dtype, config.qkv_bias)
-
-        if config.fused:
-            group = config.num_heads // config.num_kv_heads
-            self.qkv = projection(config.num_kv_heads, group + 2, config.head_dim)
-        else:
-            self.q = projection(heads)
-            self.k = projection(config.num_kv_heads * config.head_dim)
-            self.v = projection(config.num_kv_heads * config.head_dim)
-        self.fused = config.fused
-        self.o = Linear(heads, (embed,), config.dtype)
+        embed, group = config.embed_dim, config.num_heads // config.num_kv_heads
+        qkv_dims = (config.num_kv_heads, group + 2, config.head_dim)
+        self.qkv = Linear(embed, qkv_dims, config.dtype, config.qkv_bias)
+        self.o = Linear(config.num_heads * config.head_dim, (embed,), config.dtype)
         self.q_norm = RMSNorm(config.head_dim, config.rms_eps, config.dtype) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_eps, config.dtype) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, cache, attend: Attend):
         """x [B, T, E]; cos, sin [B, T, 1, D/2] -> (out [B, T, E], cache)."""
-        q, k, v = self._project(x)
+        qkv = self.qkv(x)  # [B, T, K, Q + 2, D]
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        q = q.reshape(*x.shape[:-1], -1, q.shape[-1])  # [B, T, N, D]; k and v [B, T, K, D]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out, cache = attend(cache, rotate(q, cos, sin), rotate(k, cos, sin), v)
         return self.o(out.reshape(*x.shape[:-1], -1)), cache
 
-    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, T, E] -> q [B, T, N, D], k and v [B, T, K, D]."""
-        shape = (*x.shape[:-1], -1, self.head_dim)
-        if not self.fused:
-            return self.q(x).reshape(shape), self.k(x).reshape(shape), self.v(x).reshape(shape)
-        qkv = self.qkv(x)  # [B, T, K, Q + 2, D]
-        return qkv[..., :-2, :].reshape(shape), qkv[..., -2, :], qkv[..., -1, :]
-
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)), x [B, T, E]. Fused, gate and up are one parameter gate_up [2, F, E]."""
+    """down(silu(gate(x)) * up(x)), x [B, T, E]; gate_up [2, F, E]."""
 
     def __init__(self, config: DecoderConfig):
-        embed, mlp = config.embed_dim, config.mlp_dim
-        if config.fused:
-            self.gate_up = Linear(embed, (2, mlp), config.dtype)
-        else:
-            self.gate = Linear(embed, (mlp,), config.dtype)
-            self.up = Linear(embed, (mlp,), config.dtype)
-        self.fused = config.fused
-        self.down = Linear(mlp, (embed,), config.dtype)
+        self.gate_up = Linear(config.embed_dim, (2, config.mlp_dim), config.dtype)
+        self.down = Linear(config.mlp_dim, (config.embed_dim,), config.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if self.fused:
-            both = self.gate_up(x)  # [B, T, 2, F]
-            gate, up = both[..., 0, :], both[..., 1, :]
-        else:
-            gate, up = self.gate(x), self.up(x)
+        both = self.gate_up(x)  # [B, T, 2, F]
+        gate, up = both[..., 0, :], both[..., 1, :]
         return self.down(jax.nn.silu(gate.astype(jnp.float32)).astype(x.dtype) * up)
 
 

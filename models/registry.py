@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 from kitty_jax.models import hf_config, llama3, qwen3
 from kitty_jax.models.config_values import checked
 from kitty_jax.models.decoder import Decoder, DecoderConfig
-from kitty_jax.models.names import Path, abstract_model, abstract_params, params_of, path_text
-from kitty_jax.models.sharding import check_mesh, param_sharding, partition_spec
+from kitty_jax.models.params import abstract_params, model_from_params, param_count, params_of
+from kitty_jax.models.sharding import param_shardings, partition_spec
 
 _FAMILIES = {family.model_type: family for family in (qwen3.QWEN3, qwen3.QWEN2, llama3.LLAMA)}
 
@@ -43,7 +42,6 @@ BLOCK_ELEMENTS = 2**24  # random numbers drawn at a time
 __all__ = [
     "CONFIGS",
     "CONFIG_NAMES",
-    "abstract_model",
     "abstract_params",
     "config_from_hf",
     "config_from_name",
@@ -91,46 +89,19 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return hf_config.write(_FAMILIES[config.family], config)
 
 
-def param_count(config: DecoderConfig) -> int:
-    """Number of parameters; a tied head counts once."""
-    return sum(leaf.size for leaf in abstract_params(config).values())
-
-
-def model_from_params(config: DecoderConfig, params: Mapping[Path, jax.Array]) -> Decoder:
-    """Build a decoder around existing arrays, without copying them.
-
-    params: exactly the paths, shapes and dtypes of abstract_params(config); one ValueError names everything that
-    differs.
-    """
-    wanted = abstract_params(config)
-    problems = [f"missing {path_text(path)}" for path in wanted if path not in params]
-    problems += [f"surplus {path_text(path)}" for path in params if path not in wanted]
-    for path, leaf in wanted.items():
-        got = params.get(path)
-        if got is not None and (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
-            problems.append(f"{path_text(path)} is {got.dtype}{got.shape}, wanted {leaf.dtype}{leaf.shape}")
-    if problems:
-        raise ValueError("parameters do not fit the configuration: " + "; ".join(problems))
-    graphdef, state = nnx.split(abstract_model(config))
-    leaves = [(path, leaf.replace(params[tuple(path)])) for path, leaf in nnx.to_flat_state(state)]
-    return nnx.merge(graphdef, nnx.from_flat_state(leaves))
-
-
 def random_model(config: DecoderConfig, seed: int = 0, mesh: Mesh | None = None) -> Decoder:
     """A decoder with random weights, made leaf by leaf on the devices (sharded over the mesh, if given).
 
     Leaves of one shape share a compiled function, and a large one is made in blocks: drawing random numbers takes
     several times their float32 size, which for a whole embedding would be gigabytes.
     Matrices are normal with variance 1 / inputs, so activations keep their size; norms are near 1 and biases near 0,
-    and neither exactly. The same seed gives the same weights on any mesh; a fused configuration gets others than
-    `kitty_jax.models.fused.fuse` makes of the unfused model.
+    and neither exactly. The same seed gives the same weights on any mesh.
     """
-    if mesh is not None:
-        check_mesh(mesh, config)
+    shardings = None if mesh is None else param_shardings(mesh, config)
     key = jax.random.key(seed)
     params = {}
     for index, (path, leaf) in enumerate(abstract_params(config).items()):
-        sharding = None if mesh is None else param_sharding(mesh, path, leaf.shape)
+        sharding = None if shardings is None else shardings[path]
         kind = "matrix" if leaf.ndim > 1 and path[-1] == "weight" else path[-1]
         whole = [axis for axis, name in enumerate(partition_spec(path)) if name is None]
         make = _initializer(kind, leaf.shape, leaf.dtype, sharding, whole[-1] if whole else None)

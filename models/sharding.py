@@ -8,18 +8,15 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kitty_jax.models.decoder import DecoderConfig
-from kitty_jax.models.names import Path, path_text
+from kitty_jax.models.params import Path, abstract_params, path_text
 
 # Path -> partition, first match wins. The first matrix of attention and MLP is split by its output, the second by its
 # input, so that one all-reduce closes each. Norms are whole everywhere.
 PARTITION_TABLE = (
     (r"(embed|head)/weight", PartitionSpec("model", None)),
-    (r"layers/\d+/attn/[qkv]/weight", PartitionSpec("model", None)),
-    (r"layers/\d+/attn/[qkv]/bias", PartitionSpec("model")),
     (r"layers/\d+/attn/qkv/weight", PartitionSpec("model", None, None, None)),  # by KV head
     (r"layers/\d+/attn/qkv/bias", PartitionSpec("model", None, None)),
     (r"layers/\d+/attn/o/weight", PartitionSpec(None, "model")),
-    (r"layers/\d+/mlp/(gate|up)/weight", PartitionSpec("model", None)),
     (r"layers/\d+/mlp/gate_up/weight", PartitionSpec(None, "model", None)),
     (r"layers/\d+/mlp/down/weight", PartitionSpec(None, "model")),
     (r"(layers/\d+/(input_norm|post_norm|attn/[qk]_norm)|norm)/weight", PartitionSpec()),
@@ -44,6 +41,12 @@ def param_sharding(mesh: Mesh, path: Path, shape: tuple[int, ...]) -> NamedShard
                 f" dimension of {size}; use a '{axis}' axis whose size divides {size}"
             )
     return NamedSharding(mesh, spec)
+
+
+def param_shardings(mesh: Mesh, config: DecoderConfig) -> dict[Path, NamedSharding]:
+    """The sharding of every parameter of a model; ValueError where the mesh does not fit."""
+    check_mesh(mesh, config)
+    return {path: param_sharding(mesh, path, leaf.shape) for path, leaf in abstract_params(config).items()}
 
 
 def make_mesh(data: int, model: int, devices: Sequence[jax.Device] | None = None) -> Mesh:

@@ -3,7 +3,7 @@
     python scripts/bench_generate.py --json OUT.json --figure OUT.png
     python scripts/bench_generate.py --cache kitty-pro --cache full --baseline hf-dynamic --baseline hf-static
     python scripts/bench_generate.py --phases equal --equal-batch 32 --lengths 1024,32768 --equal-layers 24
-    python scripts/bench_generate.py --model-shape qwen3-32b --budget 130GB --fused --phases generate --limit 500
+    python scripts/bench_generate.py --model-shape qwen3-32b --budget 130GB --phases generate --limit 500
     python scripts/bench_generate.py --model-shape qwen3-0.6b --layers 2 --new 512 --quick --budget 1GB
 
 Weights are random, in the model's shape. Our caches (`full` is the bfloat16 one, with cuDNN's attention) run in JAX;
@@ -226,7 +226,6 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=8, help="decode steps in a timed window (default: %(default)s)")
     add("--repeats", type=int, default=5, help="windows at a length (default: %(default)s)")
     add("--quick", action="store_true", help="both ends of the generation only, 2 repeats")
-    add("--fused", action="store_true", help="our models with fused QKV and gate/up projections")
     add("--hf-compile", action="store_true", help="torch.compile the Hugging Face model")
     add("--hf-backend", default="quanto", help="of hf-quantized: quanto or hqq (default: %(default)s)")
     add("--hf-python", default=sys.executable, help="the Python with torch and transformers (default: this one)")
@@ -289,7 +288,6 @@ def plan_requests(options: argparse.Namespace) -> tuple[list[tuple[str, Request]
         "reserve": options.reserve,
         "prefill": not options.no_prefill,
         "prefill_tokens": options.prefill_tokens,
-        "fused": options.fused,
         "compiled": options.hf_compile,
         "backend": options.hf_backend,
     }

@@ -41,7 +41,6 @@ class Request:
         reserve: fraction of the budget that the plan keeps free.
         prefill: whether the prompt is run and timed.
         prefill_tokens: most prompt tokens of our prompt steps, padding included; fewer need less workspace.
-        fused: our models have fused QKV and gate/up projections.
         compiled: torch.compile the Hugging Face model.
         backend: of the Hugging Face quantized cache.
     """
@@ -63,7 +62,6 @@ class Request:
     reserve: float = 0.1
     prefill: bool = True
     prefill_tokens: int = 8192
-    fused: bool = False
     compiled: bool = False
     backend: str = "quanto"
 

@@ -34,9 +34,9 @@ from scripts.bench_state import random_state
 
 def measure(request: Request) -> Iterator[dict[str, Any]]:
     """All phases of a request, as rows."""
-    config = dataclasses.replace(config_from_hf(request.model), fused=request.fused)
+    config = config_from_hf(request.model)
     device = jax.devices()[0]
-    yield {"kind": "start", "device": device.device_kind, "jax": jax.__version__, "fused": request.fused}
+    yield {"kind": "start", "device": device.device_kind, "jax": jax.__version__}
     model = None
     for phase in request.phases:
         layers = (request.equal_layers if phase == "equal" else None) or config.num_layers

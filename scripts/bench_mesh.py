@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)
     options = parser.parse_args(argv)
-    config = dataclasses.replace(read_shape(options.model_shape, options.layers), fused=True)
+    config = read_shape(options.model_shape, options.layers)
     for cache in options.cache or ["kitty-pro"]:
         first = None
         for ways in map(int, options.ways.split(",")):

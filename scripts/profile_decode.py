@@ -1,6 +1,6 @@
 """Where the time of a decode step goes on a GPU: kernels by total time, and what is left between them.
 
-    python scripts/profile_decode.py --model-shape qwen3-8b --fused --cache kitty-pro --batch 249 --length 8192
+    python scripts/profile_decode.py --model-shape qwen3-8b --cache kitty-pro --batch 249 --length 8192
     python scripts/profile_decode.py --model-shape qwen3-8b --layers 8 --cache full --batch 45 --length 64 --length 8192
 
 A state of random pages is stepped as in bench_generate.py, once timed without the profiler and once under it
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import dataclasses
 import json
 import re
 import sys
@@ -94,7 +93,6 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-shape", default="qwen3-8b", help="a name, or a path of a config.json")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--fused", action="store_true", help="QKV and gate/up as one product each")
     parser.add_argument("--cache", default="kitty-pro", help="NAME or NAME:FIELD=VALUE")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=8256, help="tokens of a sequence's cache")
@@ -103,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--top", type=int, default=20, help="kernels to print")
     parser.add_argument("--json", action="store_true", help="a JSON object a length")
     args = parser.parse_args(argv)
-    config = dataclasses.replace(read_shape(args.model_shape, args.layers), fused=args.fused)
+    config = read_shape(args.model_shape, args.layers)
     loop = Loop(functional(random_model(config)), caches_from_spec(args.cache), args.batch, args.capacity)
     loop.compile()
     loop.fill()

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.decoder import DecoderConfig
-from kitty_jax.models.names import hf_name_of
-from kitty_jax.models.registry import config_to_hf, params_of, random_model
+from kitty_jax.models.params import hf_tensors
+from kitty_jax.models.registry import config_to_hf, random_model
 from kitty_jax.models.safetensors_dir import CONFIG, WEIGHTS, write_safetensors
 from kitty_jax.models.tokenizer import import_transformers
 from kitty_jax.research.tasks.lookup import Lookup
@@ -56,15 +56,15 @@ def look_back(attention, config: DecoderConfig, shared: jax.Array) -> None:
     size = LOOK_BACK * np.sqrt(half / used.sum())
     towards = np.asarray(shared / jnp.linalg.norm(shared)) / np.sqrt(config.embed_dim)
 
-    def add(linear, back: int, head: int) -> None:
-        turned = np.concatenate([used * np.cos(back * frequency), -used * np.sin(back * frequency)]) * size
-        rows = slice(head * config.head_dim, (head + 1) * config.head_dim)
-        linear.weight[...] = linear.weight[...].at[rows].add(turned[:, None] * towards[None])
+    def turned(back: int) -> np.ndarray:
+        return np.concatenate([used * np.cos(back * frequency), -used * np.sin(back * frequency)]) * size
 
-    for head in range(config.num_kv_heads):
-        add(attention.k, 0, head)
+    group = config.num_heads // config.num_kv_heads
+    added = np.zeros(attention.qkv.weight.shape, np.float32)  # [K, Q + 2, D, E]
     for head in range(config.num_heads):
-        add(attention.q, 1 + head % 2, head)
+        added[head // group, head % group] = turned(1 + head % 2)[:, None] * towards
+    added[:, -2] = turned(0)[:, None] * towards
+    attention.qkv.weight[...] += added
 
 
 def save(model, task: Lookup, directory: Path, about: dict) -> None:
@@ -72,8 +72,7 @@ def save(model, task: Lookup, directory: Path, about: dict) -> None:
     what is told ``about`` the training."""
     directory.mkdir(parents=True, exist_ok=True)
     write_tokenizer(task, directory)
-    tensors = {hf_name_of(path): np.asarray(x) for path, x in params_of(model).items()}
-    write_safetensors(directory / WEIGHTS, tensors)
+    write_safetensors(directory / WEIGHTS, hf_tensors(model))
     about = {"task": dataclasses.asdict(task), **about}
     (directory / TASK).write_text(json.dumps(about, indent=1) + "\n")
     (directory / CONFIG).write_text(json.dumps({**config_to_hf(model.config), "bos_token_id": 0}, indent=1) + "\n")

@@ -137,10 +137,9 @@ def test_samples_with_a_query_statistic_are_what_each_would_be_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-def test_pieces_samples_and_the_engine_on_a_mesh(fused):
+def test_pieces_samples_and_the_engine_on_a_mesh():
     """Prompts longer than the budget on two devices that share the KV heads."""
-    config = dataclasses.replace(tiny_model().config, vocab_size=VOCAB + 1, fused=fused)  # two devices divide 98
+    config = dataclasses.replace(tiny_model().config, vocab_size=VOCAB + 1)  # two devices divide 98
     mesh = make_mesh(1, 2, jax.devices()[:2])
     one, two = random_model(config), random_model(config, mesh=mesh)
     options = {"cache": small_cache("kitty_pro"), "capacity": 256, "prefill_tokens": 64, "sampler": Sampling()}

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from kitty_jax.models.checkpoint import load_model, plan_checkpoint
 from kitty_jax.models.checkpoint_source import CheckpointError
-from kitty_jax.models.names import hf_name_of
+from kitty_jax.models.params import hf_tensors
 from kitty_jax.models.registry import params_of
 from kitty_jax.models.safetensors_dir import SafetensorsDirectory
 from kitty_jax.models.sharding import param_sharding
@@ -27,10 +27,6 @@ from tests.models.checkpoint_files import (
 )
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-def by_hf_name(model):
-    return {hf_name_of(path): value for path, value in params_of(model).items()}
 
 
 def rewrite(directory, change):
@@ -61,7 +57,7 @@ def test_logits_of_a_directory_are_those_of_hugging_face(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_are_the_stored_tensors(name):
-    got, stored = by_hf_name(load_model(GOLDEN / name)), golden_tensors(name)
+    got, stored = hf_tensors(load_model(GOLDEN / name)), golden_tensors(name)
     for tensor, value in got.items():
         np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
     assert set(stored) - set(got) <= {"lm_head.weight"}
@@ -70,7 +66,7 @@ def test_parameters_are_the_stored_tensors(name):
 def test_shards_load_as_one_file_does(tmp_path):
     copy_golden("qwen3", tmp_path)
     shard(tmp_path)
-    got, stored = by_hf_name(load_model(tmp_path)), golden_tensors("qwen3")
+    got, stored = hf_tensors(load_model(tmp_path)), golden_tensors("qwen3")
     assert len(got) > 10
     for tensor, value in got.items():
         np.testing.assert_array_equal(value, stored[tensor], err_msg=tensor)
@@ -82,7 +78,7 @@ def test_stored_bfloat16_stays_and_config_json_does_not_overrule_it(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
     model, stored = load_model(tmp_path), load_file(tmp_path / WEIGHTS)
     assert model.config.dtype == jnp.bfloat16
-    for tensor, value in by_hf_name(model).items():
+    for tensor, value in hf_tensors(model).items():
         assert value.dtype == jnp.bfloat16
         np.testing.assert_array_equal(np.asarray(value), stored[tensor])
 
@@ -90,14 +86,14 @@ def test_stored_bfloat16_stays_and_config_json_does_not_overrule_it(tmp_path):
 def test_mixed_dtypes_load_as_the_one_of_most_bytes(tmp_path):
     copy_golden("qwen3", tmp_path)
     rewrite(tmp_path, lambda t: t.update({k: v.astype(jnp.bfloat16) for k, v in t.items() if v.ndim == 2}))
-    assert {value.dtype for value in by_hf_name(load_model(tmp_path)).values()} == {jnp.dtype(jnp.bfloat16)}
+    assert {value.dtype for value in hf_tensors(load_model(tmp_path)).values()} == {jnp.dtype(jnp.bfloat16)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16, np.float16])
 def test_dtype_casts_every_parameter(dtype):
     model, stored = load_model(GOLDEN / "qwen3", dtype=dtype), golden_tensors("qwen3")
     assert model.config.dtype == jnp.dtype(dtype)
-    for tensor, value in by_hf_name(model).items():
+    for tensor, value in hf_tensors(model).items():
         np.testing.assert_array_equal(np.asarray(value), stored[tensor].astype(jnp.dtype(dtype)))
 
 
@@ -119,8 +115,8 @@ def test_progress_counts_every_byte_and_names_every_tensor():
     calls = []
     model = load_model(GOLDEN / "llama", progress=lambda *call: calls.append(call))
     names = [name for _, _, name in calls]
-    sizes = [value.nbytes for value in by_hf_name(model).values()]
-    assert sorted(names) == sorted(by_hf_name(model))
+    sizes = [value.nbytes for value in hf_tensors(model).values()]
+    assert sorted(names) == sorted(hf_tensors(model))
     assert [done for done, _, _ in calls] == sorted(done for done, _, _ in calls)
     assert calls[-1][:2] == (sum(sizes), sum(sizes))
 
@@ -163,7 +159,7 @@ def test_an_equal_head_of_a_tied_model_is_left_out(tmp_path):
     rewrite(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
     model = load_model(tmp_path)
     assert model.config.tied_head
-    assert "lm_head.weight" not in by_hf_name(model)
+    assert "lm_head.weight" not in hf_tensors(model)
 
 
 def test_another_head_of_a_tied_model_is_refused(tmp_path):
@@ -174,7 +170,7 @@ def test_another_head_of_a_tied_model_is_refused(tmp_path):
     ):
         load_model(tmp_path)
     edit_config(tmp_path, tie_word_embeddings=False)
-    assert "lm_head.weight" in by_hf_name(load_model(tmp_path))
+    assert "lm_head.weight" in hf_tensors(load_model(tmp_path))
 
 
 # Refusals

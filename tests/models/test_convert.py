@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.checkpoint_source import CheckpointError
 from kitty_jax.models.export import TOKENIZER_FILES, convert_checkpoint, shard_names
-from kitty_jax.models.names import hf_names
+from kitty_jax.models.params import hf_targets
 from kitty_jax.models.registry import config_from_hf, params_of
 from kitty_jax.models.safetensors_dir import write_safetensors
 from kitty_jax.models.tokenizer import import_transformers, load_tokenizer, stop_token_ids
@@ -126,7 +126,7 @@ def test_memory_is_bounded_by_a_shard_and_a_tensor(tmp_path):
     """Arrays of numpy alone are counted: 64 MB in float32, matrices of at most 2 MB, written in shards of 8 MB."""
     source = copy_golden("qwen3", tmp_path / "in")
     edit_config(source, hidden_size=512, head_dim=128, intermediate_size=512, num_hidden_layers=16)
-    targets = hf_names(config_from_hf(json.loads((source / "config.json").read_text())))
+    targets = hf_targets(config_from_hf(json.loads((source / "config.json").read_text())))
     save_file(
         {name: np.ones(target.shape, np.float32) for name, target in targets.items()}, source / "model.safetensors"
     )

@@ -149,14 +149,13 @@ def test_a_partial_gives_what_a_closure_gives():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_equal_blocks_are_traced_and_lowered_once(fused):
+def test_equal_blocks_are_traced_and_lowered_once():
     def count(make, **kwargs):
-        forward, args = _forward(make, layers=6, fused=fused, **kwargs)
+        forward, args = _forward(make, layers=6, **kwargs)
         text = forward.lower(*args).as_text()
         return text.count("dot_general"), text.count("call @_run_block")
 
-    products = {True: 6, False: 9}[fused]  # two of the attention, and the projections
+    products = 6  # qkv, two of the attention, o, gate_up and down
     assert count(functools.partial) == (6 * products + 1, 0)
     assert count(jax.tree_util.Partial) == (products + 1, 6)
     # Caches of two shapes make two kinds of block.

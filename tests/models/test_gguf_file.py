@@ -12,8 +12,8 @@ from kitty_jax.models.checkpoint_source import CheckpointError
 from kitty_jax.models.gguf_file import GgufCheckpoint, interleaved_to_halves
 from kitty_jax.models.gguf_format import GgufContainer, GgufError, readable_kinds
 from kitty_jax.models.gguf_rope import llama3_factors
-from kitty_jax.models.names import hf_name_of
-from kitty_jax.models.registry import config_from_hf, params_of
+from kitty_jax.models.params import hf_tensors
+from kitty_jax.models.registry import config_from_hf
 from kitty_jax.models.rope import RopeConfig, inverse_frequencies
 from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
 from tests.models.checkpoint_files import (
@@ -28,10 +28,6 @@ from tests.models.checkpoint_files import (
 )
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def by_hf_name(model):
-    return {hf_name_of(path): np.asarray(value) for path, value in params_of(model).items()}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_yarn"])
@@ -52,7 +48,7 @@ def test_the_config_of_a_gguf_file_is_that_of_the_directory(tmp_path, name):
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
 def test_parameters_equal_what_dequantizing_gives(tmp_path, name, kind):
     held = write_gguf(tmp_path / "m.gguf", name, kind)
-    got = by_hf_name(load_model(tmp_path / "m.gguf"))
+    got = hf_tensors(load_model(tmp_path / "m.gguf"))
     assert set(got) == set(held)
     for tensor, values in held.items():
         assert got[tensor].dtype == np.float32
@@ -64,7 +60,7 @@ def test_a_dtype_rounds_the_dequantized_values_once(tmp_path, dtype):
     held = write_gguf(tmp_path / "m.gguf", "qwen3", Kind.Q8_0)
     model = load_model(tmp_path / "m.gguf", dtype=dtype)
     assert model.config.dtype == jnp.dtype(dtype)
-    for tensor, values in by_hf_name(model).items():
+    for tensor, values in hf_tensors(model).items():
         np.testing.assert_array_equal(values, held[tensor].astype(jnp.dtype(dtype)), err_msg=tensor)
 
 

@@ -1,45 +1,37 @@
-"""Parity with Hugging Face on tiny random models: every submodule, then the logits, then a greedy continuation."""
+"""Parity with Hugging Face on tiny random models: every submodule, then the logits, then a greedy continuation.
+
+Every model here comes through `load_model`, from a directory as Hugging Face writes it.
+"""
 
 import functools
-import json
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file
 
+from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import MLP, Attention, Block, Embedding, Linear, RMSNorm, causal_attend
-from kitty_jax.models.names import hf_name_of, hf_names
-from kitty_jax.models.registry import config_from_hf, model_from_params
+from kitty_jax.models.params import TENSORS, path_text
+from tests.models.checkpoint_files import GOLDEN, NAMES, copy_golden, edit_config, golden_config, logits_of
 
-GOLDEN = Path(__file__).parent / "golden"
-NAMES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_yarn")
 TOLERANCE = 1e-4  # absolute, float32; activations here have magnitudes up to some tens
-
-
-def build(config, tensors):
-    """Hugging Face config dict and tensors by Hugging Face name -> decoder in float32."""
-    config = config_from_hf(config, dtype=jnp.float32)
-    targets = hf_names(config)
-    assert set(targets) == set(tensors)
-    return model_from_params(config, {targets[name].path: jnp.asarray(value) for name, value in tensors.items()})
+WITHOUT_WEIGHT = {"": "", "attn": "self_attn", "mlp": "mlp"}  # blocks, and parts of them, whose outputs are recorded
 
 
 @functools.cache
 def load(name):
     """A golden folder -> (decoder, dict of golden arrays)."""
-    config = json.loads((GOLDEN / name / "config.json").read_text())
-    return build(config, load_file(GOLDEN / name / "model.safetensors")), dict(np.load(GOLDEN / name / "golden.npz"))
+    return load_model(GOLDEN / name), dict(np.load(GOLDEN / name / "golden.npz"))
 
 
-def run(model, tokens):
-    """tokens [B, T] -> logits [B, T, V], without a cache."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = model(tokens, positions, (None,) * model.config.num_layers, causal_attend)
-    return model.logits(hidden)
+def hf_outputs(path, value):
+    """What the module at a path returned, [B, T, ...], as outputs of the Hugging Face modules that it is made of."""
+    inside, prefix = (path[2:], f"model.layers.{path[1]}.") if path[0] == "layers" else (path, "")
+    if (name := WITHOUT_WEIGHT.get(path_text(inside))) is not None:
+        return {f"{prefix}{name}".rstrip("."): value}
+    parts = {f"{prefix}{name}": value[:, :, *index] for name, index in TENSORS[path_text(inside)].items()}
+    return {name: part.reshape(*part.shape[:2], -1) if len(parts) > 1 else part for name, part in parts.items()}
 
 
 def record(model, tokens, monkeypatch):
@@ -50,12 +42,7 @@ def record(model, tokens, monkeypatch):
 
         def call(self, *args, original=kind.__call__):
             result = original(self, *args)
-            # A module's Hugging Face name is its weight's without the last part. Attention, MLP and block have no
-            # weight of their own: take one inside and drop more.
-            inner = {Attention: ("q", "weight"), MLP: ("up", "weight"), Block: ("input_norm", "weight")}
-            path = (*paths[id(self)], *inner.get(type(self), ("weight",)))
-            drop = len(path) - len(paths[id(self)])
-            out[hf_name_of(path).rsplit(".", drop)[0]] = result[0] if isinstance(result, tuple) else result
+            out.update(hf_outputs(paths[id(self)], result[0] if isinstance(result, tuple) else result))
             return result
 
         monkeypatch.setattr(kind, "__call__", call)
@@ -72,19 +59,6 @@ def record(model, tokens, monkeypatch):
     hidden, _ = model(tokens, positions, (None,) * model.config.num_layers, attend)
     out["logits"] = model.logits(hidden)
     return out
-
-
-def greedy(model, tokens, steps):
-    """Continue tokens [1, T] by recomputing the whole sequence at every step -> list of steps tokens."""
-    graphdef, state = nnx.split(model)
-    length = tokens.shape[1]
-    # Causal attention: what stands after a position cannot reach it, so one padded shape serves every step.
-    sequence = np.zeros((1, length + steps), np.int32)
-    sequence[:, :length] = tokens
-    step = jax.jit(lambda state, tokens: jnp.argmax(run(nnx.merge(graphdef, state), tokens), axis=-1))
-    for i in range(steps):
-        sequence[0, length + i] = step(state, jnp.asarray(sequence))[0, length + i - 1]
-    return sequence[0, length:].tolist()
 
 
 def assert_equal_structure(model, golden, monkeypatch):
@@ -108,39 +82,36 @@ def test_every_submodule_matches_the_golden(name, monkeypatch):
 def test_greedy_continuation_equals_the_golden(name):
     model, golden = load(name)
     assert golden["margin"] > 10 * TOLERANCE  # or equality would be luck
-    assert greedy(model, golden["tokens"], len(golden["greedy"])) == golden["greedy"].tolist()
+    prompt, greedy = golden["tokens"][0].tolist(), golden["greedy"].tolist()
+    # One pass for all: each token of the continuation is the best one after those before it.
+    logits = logits_of(model, np.array([prompt + greedy[:-1]]))
+    assert logits[0, len(prompt) - 1 :].argmax(axis=-1).tolist() == greedy
 
 
 @pytest.mark.parametrize("name", ["qwen3_yarn", "llama3"])
-def test_the_goldens_see_rope_scaling(name):
+def test_the_goldens_see_rope_scaling(name, tmp_path):
     """Without its scaling a scaled golden must miss by far more than the tolerance, or it would test nothing."""
-    config = json.loads((GOLDEN / name / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_parameters"]["rope_theta"]}
-    model = build(config, load_file(GOLDEN / name / "model.safetensors"))
+    theta = golden_config(name)["rope_parameters"]["rope_theta"]
+    edit_config(copy_golden(name, tmp_path), rope_parameters={"rope_type": "default", "rope_theta": theta})
     golden = load(name)[1]
-    assert np.abs(run(model, jnp.asarray(golden["tokens"])) - golden["logits"]).max() > 0.1
+    assert np.abs(logits_of(load_model(tmp_path), golden["tokens"]) - golden["logits"]).max() > 0.1
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_live_head_sizes(head_dim, monkeypatch):
-    pytest.importorskip("torch", reason="the live comparison needs torch and transformers")
-    from scripts import make_goldens
-
-    live(make_goldens, "qwen3", monkeypatch, head_dim=head_dim, num_attention_heads=2, num_key_value_heads=1)
+def test_live_head_sizes(head_dim, monkeypatch, tmp_path):
+    live("qwen3", monkeypatch, tmp_path, head_dim=head_dim, num_attention_heads=2, num_key_value_heads=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_live(name, monkeypatch):
+def test_live(name, monkeypatch, tmp_path):
+    live(name, monkeypatch, tmp_path)
+
+
+def live(name, monkeypatch, directory, **overrides):
+    """Compare with a model that is built and run by Hugging Face now, with weights that no golden has."""
     pytest.importorskip("torch", reason="the live comparison needs torch and transformers")
     from scripts import make_goldens
 
-    live(make_goldens, name, monkeypatch)
-
-
-def live(make_goldens, name, monkeypatch, **overrides):
-    """Compare with a model that is built and run by Hugging Face now, with weights that no golden has."""
     reference = make_goldens.build(name, seed=1234, **overrides)
-    model = build(
-        reference.config.to_dict(), {key: value.detach().numpy() for key, value in reference.named_parameters()}
-    )
-    assert_equal_structure(model, make_goldens.golden(reference), monkeypatch)
+    reference.save_pretrained(directory)
+    assert_equal_structure(load_model(directory), make_goldens.golden(reference), monkeypatch)

@@ -1,5 +1,6 @@
 """Configurations, names and placement: shapes only, so that the largest models are checked too."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -16,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from kitty_jax.models import llama3, qwen3, registry
 from kitty_jax.models.decoder import causal_attend
-from kitty_jax.models.names import hf_name_of, hf_names, may_ignore
+from kitty_jax.models.params import hf_targets, hf_tensors, may_ignore
 from kitty_jax.models.registry import (
     CONFIG_NAMES,
     abstract_params,
@@ -141,17 +142,35 @@ def test_parameter_totals_are_those_of_the_checkpoints(name):
 
 
 @pytest.mark.parametrize("name", CONFIG_NAMES)
-def test_names_are_complete_and_invertible(name):
+def test_checkpoint_tensors_fill_every_parameter_once(name):
     config = config_from_name(name)
-    names, params = hf_names(config), abstract_params(config)
-    assert sorted(map(str, (target.path for target in names.values()))) == sorted(map(str, params))
-    for hf_name, (path, shape) in names.items():
-        assert hf_name_of(path) == hf_name
-        assert params[path].shape == shape
-        assert params[path].dtype == config.dtype
+    targets = hf_targets(config)
+    filled = collections.Counter()
+    for path, _, shape in targets.values():
+        filled[path] += math.prod(shape)
+    assert filled == {path: leaf.size for path, leaf in abstract_params(config).items()}
     per_layer = 9 + 2 * config.qk_norm + 3 * config.qkv_bias
-    assert len(names) == config.num_layers * per_layer + 2 + (not config.tied_head)
-    assert f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight" in names
+    assert len(targets) == config.num_layers * per_layer + 2 + (not config.tied_head)
+    assert f"model.layers.{config.num_layers - 1}.mlp.down_proj.weight" in targets
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b", "qwen2.5-7b"])
+def test_the_heads_stand_where_their_kv_head_is(name):
+    config = tiny(name, num_heads=6, dtype="float32")
+    model = random_model(config)
+    params, tensors = params_of(model), hf_tensors(model)
+    assert {name: x.shape for name, x in tensors.items()} == {n: t.shape for n, t in hf_targets(config).items()}
+    for leaf in ("weight", "bias") if config.qkv_bias else ("weight",):
+        qkv = params["layers", 1, "attn", "qkv", leaf]
+        assert qkv.shape[:3] == (2, 5, 16)  # three query heads, the key and the value of each KV head
+        for kind, heads in (("q", range(6)), ("k", range(2)), ("v", range(2))):
+            for head in heads:
+                kv_head, place = {"q": (head // 3, head % 3), "k": (head, 3), "v": (head, 4)}[kind]
+                rows = tensors[f"model.layers.1.self_attn.{kind}_proj.{leaf}"][head * 16 : (head + 1) * 16]
+                np.testing.assert_array_equal(qkv[kv_head, place], rows)
+    for i, kind in enumerate(("gate", "up")):
+        wanted = tensors[f"model.layers.1.mlp.{kind}_proj.weight"]
+        np.testing.assert_array_equal(params["layers", 1, "mlp", "gate_up", "weight"][i], wanted)
 
 
 def test_harmless_surplus_tensors():
@@ -268,7 +287,7 @@ def test_random_model_is_reproducible_and_exercises_every_parameter():
         assert np.abs(value - other[path]).max() > 0
         assert np.ptp(value) > 0
     np.testing.assert_allclose(np.std(one["layers", 0, "mlp", "down", "weight"]), 32**-0.5, rtol=0.1)
-    assert np.abs(one["layers", 0, "attn", "q", "weight"] - one["layers", 1, "attn", "q", "weight"]).max() > 0
+    assert np.abs(one["layers", 0, "attn", "o", "weight"] - one["layers", 1, "attn", "o", "weight"]).max() > 0
 
 
 @pytest.mark.parametrize("meshed", [False, True])
@@ -303,7 +322,7 @@ def test_the_first_llama_3_has_no_rope_scaling():
 
 
 def test_partitions():
-    assert partition_spec(("layers", 11, "attn", "k", "bias")) == PartitionSpec("model")
+    assert partition_spec(("layers", 11, "attn", "qkv", "bias")) == PartitionSpec("model", None, None)
     assert partition_spec(("layers", 11, "attn", "o", "weight")) == PartitionSpec(None, "model")
     assert partition_spec(("norm", "weight")) == PartitionSpec()
     with pytest.raises(KeyError, match="layers/0/mlp/router/weight"):
@@ -355,6 +374,8 @@ def test_random_model_on_a_mesh():
 
     tokens = jnp.arange(16).reshape(2, 8) % config.vocab_size
     np.testing.assert_allclose(logits(alone, tokens), logits(spread, tokens), atol=1e-4)
+    # Slices of the products stay on their device: the only exchanges are sums, and gathers of the embedding and logits.
+    assert not re.search(r"all-to-all|collective-permute", logits.lower(spread, tokens).compile().as_text())
 
 
 def test_the_bare_name_is_refused():

@@ -5,11 +5,10 @@ import json
 from pathlib import Path
 
 import jax.numpy as jnp
-import numpy as np
 from safetensors.numpy import save_file
 
-from kitty_jax.models.names import hf_name_of
-from kitty_jax.models.registry import config_from_name, config_to_hf, params_of, random_model
+from kitty_jax.models.params import hf_tensors
+from kitty_jax.models.registry import config_from_name, config_to_hf, random_model
 from kitty_jax.models.tokenizer import load_tokenizer
 from tests.models.checkpoint_files import byte_level_tokenizer, write_gguf
 
@@ -25,7 +24,6 @@ def write_checkpoint(directory: Path) -> Path:
     config = dataclasses.replace(
         config_from_name("qwen3-0.6b"), vocab_size=vocab, max_position=256, dtype=jnp.float32, **sizes
     )
-    params = params_of(random_model(config, seed=3))
-    save_file({hf_name_of(p): np.asarray(x) for p, x in params.items()}, model_directory / "model.safetensors")
+    save_file(hf_tensors(random_model(config, seed=3)), model_directory / "model.safetensors")
     (model_directory / "config.json").write_text(json.dumps(config_to_hf(config)))
     return model_directory
