@@ -1,0 +1,22 @@
+"""Markdown tables and whole-or-nothing JSON files, for every script that prints or saves results. Plain Python."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table. Cells are printed by ``str``; None is a dash."""
+    lines = [header, ["---"] * len(header), *(["-" if cell is None else cell for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the whole file or none of it, so that a run that is killed leaves the last complete one."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(partial, path)
