@@ -1,9 +1,9 @@
 """PTX instructions for Mosaic GPU kernels that are written one thread at a time.
 
-Each function emits the instruction it is named after and returns its results as MLIR values; arithmetic that MLIR has
-is taken from MLIR. A kernel body gets its operands as plain addresses (:func:`launch`) and controls flow with
-:func:`when`, :func:`choose` and :func:`loop`. This module holds every private import of the kernels: JAX offers no
-public way to the MLIR builders. Tried on JAX 0.11.2 and 0.12.0.
+Each function emits the instruction it is named after; arithmetic is that of :class:`Value`, whose operators are MLIR's.
+A kernel body gets its operands as plain addresses (:func:`launch`) and controls flow with :func:`when`, :func:`choose`
+and :func:`loop`. This module holds every private import of the kernels: JAX offers no public way to the MLIR builders.
+Tried on JAX 0.11.2 and 0.12.0.
 
 Inline PTX that synchronises lanes is marked as having side effects, so that LLVM neither moves nor duplicates it; pure
 arithmetic and ``mma`` are not. Branches around a ``.sync`` instruction must be uniform in the warp.
@@ -12,6 +12,8 @@ arithmetic and ``mma`` are not. Branches around a ``.sync`` instruction must be 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,7 +23,6 @@ from jax._src.lib.mlir.dialects import arith, llvm, scf
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-Value = ir.Value
 FULL_WARP = "0xffffffff"
 THREADS = 128  # a Mosaic thread is a warpgroup
 
@@ -47,7 +48,8 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def whole_kernel(ctx, *memory):
             *arrays, smem = [mosaic_utils.memref_ptr(m) for m in memory]
-            emit([llvm.ptrtoint(_i64_type(), a) for a in arrays], llvm.ptrtoint(_i32_type(), smem))
+            addresses = [Value(llvm.ptrtoint(_i64_type(), a)) for a in arrays]
+            emit(addresses, Value(llvm.ptrtoint(_i32_type(), smem)))
 
         whole_kernel(*refs)
 
@@ -64,7 +66,95 @@ def launch(
     )
 
 
-# ---------------------------------------------------------------- types and constants
+# ---------------------------------------------------------------- values
+class Value:
+    """A number of each thread: i1, i32, i64 or f32.
+
+    Operators emit the operation; a Python number takes the type of the other operand. Integers are unsigned in ``//``,
+    ``%`` and ``>>``, signed in comparisons. A comparison is an i1, which :func:`select`, :func:`when` and
+    :func:`choose` take: a Python ``if`` on it is an error.
+    """
+
+    __slots__ = ("raw",)
+    __hash__ = None
+
+    def __init__(self, raw: ir.Value):
+        self.raw = raw
+
+    @property
+    def type(self) -> str:
+        return str(self.raw.type)
+
+    def like(self, x: Value | int | float) -> Value:
+        """``x``, or the constant ``x`` of this value's type."""
+        return x if isinstance(x, Value) else {"i32": i32, "i64": i64, "f32": f32}[self.type](x)
+
+    def _emit(self, integer: Callable, floating: Callable | None, other: Value | int | float) -> Value:
+        emit = floating if self.type == "f32" else integer
+        return Value(emit(self.raw, self.like(other).raw))
+
+    def _compare(self, predicate: str, other: Value | int) -> Value:
+        return self._emit(functools.partial(arith.cmpi, arith.CmpIPredicate[predicate]), None, other)
+
+    def __add__(self, other):
+        return self._emit(arith.addi, arith.addf, other)
+
+    def __sub__(self, other):
+        return self._emit(arith.subi, arith.subf, other)
+
+    def __mul__(self, other):
+        return self._emit(arith.muli, arith.mulf, other)
+
+    def __radd__(self, other):
+        return self + other
+
+    def __rsub__(self, other):
+        return self.like(other) - self
+
+    def __rmul__(self, other):
+        return self * other
+
+    def __floordiv__(self, other):
+        return self._emit(arith.divui, None, other)
+
+    def __mod__(self, other):
+        return self._emit(arith.remui, None, other)
+
+    def __and__(self, other):
+        return self._emit(arith.andi, None, other)
+
+    def __or__(self, other):
+        return self._emit(arith.ori, None, other)
+
+    def __xor__(self, other):
+        return self._emit(arith.xori, None, other)
+
+    def __lshift__(self, bits):
+        return self._emit(arith.shli, None, bits)
+
+    def __rshift__(self, bits):
+        return self._emit(arith.shrui, None, bits)
+
+    def __lt__(self, other):
+        return self._compare("slt", other)
+
+    def __gt__(self, other):
+        return self.like(other) < self
+
+    def __eq__(self, other):
+        return self._compare("eq", other)
+
+    def __ne__(self, other):
+        return self._compare("ne", other)
+
+    def below(self, other: Value | int) -> Value:
+        """Unsigned self < other."""
+        return self._compare("ult", other)
+
+    def __bool__(self):
+        raise TypeError("a kernel's value has no truth while the kernel is written: use select, when or choose")
+
+
 def _i32_type():
     return ir.IntegerType.get_signless(32)
 
@@ -73,37 +163,35 @@ def _i64_type():
     return ir.IntegerType.get_signless(64)
 
 
-def _f32_type():
-    return ir.F32Type.get()
-
-
 def i32(x: int) -> Value:
     """A 32-bit constant; values from 2**31 wrap."""
-    return arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), x - (1 << 32) if x >= 1 << 31 else x))
+    return Value(arith.constant(_i32_type(), ir.IntegerAttr.get(_i32_type(), x - (1 << 32) if x >= 1 << 31 else x)))
 
 
 def i64(x: int) -> Value:
-    return arith.constant(_i64_type(), ir.IntegerAttr.get(_i64_type(), x))
+    return Value(arith.constant(_i64_type(), ir.IntegerAttr.get(_i64_type(), x)))
 
 
 def f32(x: float) -> Value:
-    return arith.constant(_f32_type(), ir.FloatAttr.get(_f32_type(), x))
+    return Value(arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), x)))
 
 
 def asm(text: str, outs: str, args: Sequence[Value] = (), *, pure: bool = True):
     """Inline PTX. ``outs`` has a letter for each result: r 32 bits, f float32. No result: None; one: a value; more: a
     list."""
-    types = {"r": _i32_type, "f": _f32_type}
+    types = {"r": _i32_type, "f": ir.F32Type.get}
     letter = {"i32": "r", "i64": "l", "f32": "f"}
-    constraints = ",".join([f"={o}" for o in outs] + [letter[str(a.type)] for a in args])
+    constraints = ",".join([f"={o}" for o in outs] + [letter[a.type] for a in args])
+    results = [types[o]() for o in outs]
     if not outs:
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), list(args), text, constraints, has_side_effects=True)
-        return None
-    if len(outs) == 1:
-        return llvm.inline_asm(types[outs](), list(args), text, constraints, has_side_effects=not pure)
-    struct = llvm.StructType.get_literal([types[o]() for o in outs])
-    result = llvm.inline_asm(struct, list(args), text, constraints, has_side_effects=not pure)
-    return [llvm.extractvalue(types[o](), result, [i]) for i, o in enumerate(outs)]
+        result = ir.Type.parse("!llvm.void")
+    else:
+        result = results[0] if len(outs) == 1 else llvm.StructType.get_literal(results)
+    effects = not pure or not outs
+    out = llvm.inline_asm(result, [a.raw for a in args], text, constraints, has_side_effects=effects)
+    if len(outs) <= 1:
+        return Value(out) if outs else None
+    return [Value(llvm.extractvalue(kind, out, [i])) for i, kind in enumerate(results)]
 
 
 def _vector(first: int, n: int) -> str:
@@ -118,84 +206,31 @@ def _registers(first: int, n: int) -> str:
 
 _VECTOR = {1: "b32", 2: "v2.b32", 4: "v4.b32"}
 
+# Aliases of the operators, until the page kernels use these.
+add = fadd = operator.add
+sub = fsub = operator.sub
+mul = fmul = operator.mul
+div, rem, less, equal, not_equal = operator.floordiv, operator.mod, operator.lt, operator.eq, operator.ne
+bit_and = both = operator.and_
+bit_or, shl, shr = operator.or_, operator.lshift, operator.rshift
+
 
 # ---------------------------------------------------------------- integers
-def add(a: Value, b: Value | int) -> Value:
-    return arith.addi(a, _like(b, a))
+def minimum(a: Value, b: Value | int) -> Value:
+    """The smaller of two signed integers."""
+    return a._emit(arith.minsi, None, b)
 
 
-def sub(a: Value, b: Value | int) -> Value:
-    return arith.subi(a, _like(b, a))
-
-
-def mul(a: Value, b: Value | int) -> Value:
-    return arith.muli(a, _like(b, a))
-
-
-def div(a: Value, b: Value | int) -> Value:
-    """Unsigned division."""
-    return arith.divui(a, _like(b, a))
-
-
-def rem(a: Value, b: Value | int) -> Value:
-    """Unsigned remainder."""
-    return arith.remui(a, _like(b, a))
-
-
-def shl(a: Value, bits: int) -> Value:
-    return arith.shli(a, i32(bits))
-
-
-def shift_left(a: Value, bits: Value) -> Value:
-    """a << bits for a run-time number of bits below 32."""
-    return arith.shli(a, bits)
-
-
-def shr(a: Value, bits: int) -> Value:
-    return arith.shrui(a, i32(bits))
-
-
-def bit_and(a: Value, b: Value | int) -> Value:
-    return arith.andi(a, _like(b, a))
-
-
-def bit_or(a: Value, b: Value) -> Value:
-    return arith.ori(a, b)
-
-
-def min_signed(a: Value, b: Value | int) -> Value:
-    return arith.minsi(a, _like(b, a))
-
-
-def max_signed(a: Value, b: Value | int) -> Value:
-    return arith.maxsi(a, _like(b, a))
+def maximum(a: Value, b: Value | int) -> Value:
+    """The larger of two signed integers."""
+    return a._emit(arith.maxsi, None, b)
 
 
 def min_unsigned(a: Value, b: Value | int) -> Value:
-    return arith.minui(a, _like(b, a))
+    return a._emit(arith.minui, None, b)
 
 
-def _like(x: Value | int, other: Value) -> Value:
-    if not isinstance(x, int):
-        return x
-    return i64(x) if str(other.type) == "i64" else i32(x)
-
-
-def less(a: Value, b: Value | int) -> Value:
-    """Signed a < b, an i1."""
-    return arith.cmpi(arith.CmpIPredicate.slt, a, _like(b, a))
-
-
-def equal(a: Value, b: Value | int) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.eq, a, _like(b, a))
-
-
-def not_equal(a: Value, b: Value | int) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.ne, a, _like(b, a))
-
-
-def both(a: Value, b: Value) -> Value:
-    return arith.andi(a, b)
+min_signed, max_signed = minimum, maximum
 
 
 def opaque(x: Value | int) -> Value:
@@ -203,28 +238,18 @@ def opaque(x: Value | int) -> Value:
     return asm("mov.b32 $0, $1;", "r", (i32(x) if isinstance(x, int) else x,), pure=False)
 
 
-def select(condition: Value, a: Value, b: Value) -> Value:
-    return arith.select(condition, a, b)
+def select(condition: Value, a: Value | float, b: Value | float) -> Value:
+    """``a`` where the i1 is true, else ``b``; one of them may be a Python number."""
+    a, b = (a, a.like(b)) if isinstance(a, Value) else (b.like(a), b)
+    return Value(arith.select(condition.raw, a.raw, b.raw))
 
 
-def address(base: Value, index: Value, stride: int) -> Value:
+def address(base: Value, index: Value, stride: int = 1) -> Value:
     """The i64 address ``base + index * stride`` for an unsigned i32 index and a stride in bytes."""
-    return add(base, mul(arith.extui(_i64_type(), index), stride))
+    return base + Value(arith.extui(_i64_type(), index.raw)) * stride
 
 
 # ---------------------------------------------------------------- float32 and float16 pairs
-def fadd(a: Value, b: Value) -> Value:
-    return arith.addf(a, b)
-
-
-def fsub(a: Value, b: Value) -> Value:
-    return arith.subf(a, b)
-
-
-def fmul(a: Value, b: Value) -> Value:
-    return arith.mulf(a, b)
-
-
 def fma(a: Value, b: Value, c: Value) -> Value:
     return asm("fma.rn.f32 $0, $1, $2, $3;", "f", (a, b, c))
 
@@ -257,7 +282,7 @@ def float_of(a: Value) -> Value:
 
 def power_of_two(e: Value) -> Value:
     """2**e as float32 for an i32 e, clamped to -126..127."""
-    return float_of(shl(add(max_signed(min_signed(e, 127), -126), 127), 23))
+    return float_of(maximum(minimum(e, 127), -126) + 127 << 23)
 
 
 def tree(f: Callable, xs: Sequence[Value]) -> Value:
@@ -292,7 +317,7 @@ def splat_half(pair: Value, which: int) -> Value:
 def unpack_pair(pair: Value, kind: str) -> list[Value]:
     """The two float32 of a word of two ``kind`` ("f16" or "bf16") numbers, low half first."""
     if kind == "bf16":
-        return [float_of(shl(pair, 16)), float_of(bit_and(pair, 0xFFFF0000))]
+        return [float_of(pair << 16), float_of(pair & 0xFFFF0000)]
     return asm("{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }", "ff", (pair,))
 
 
@@ -314,7 +339,7 @@ def special_register(name: str) -> Value:
 
 def warp_index(tid: Value) -> Value:
     """tid / 32, in a form the compiler knows to be uniform in the warp."""
-    return asm(f"shfl.sync.idx.b32 $0, $1, 0, 31, {FULL_WARP};", "r", (shr(tid, 5),), pure=False)
+    return asm(f"shfl.sync.idx.b32 $0, $1, 0, 31, {FULL_WARP};", "r", (tid >> 5,), pure=False)
 
 
 def shfl_xor(a: Value, lanes: int) -> Value:
@@ -338,7 +363,7 @@ def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
         (a, b, c, d),
         pure=False,
     )
-    return not_equal(vote, 0)
+    return vote != 0
 
 
 def sync_warp() -> None:
@@ -377,7 +402,7 @@ def bulk_copy(condition: Value, barrier: Value, to_shared: Value, from_global: V
         "@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
         f"[$2], [$3], {size}, [$1]; }}",
         "",
-        (arith.extui(_i32_type(), condition), barrier, to_shared, from_global),
+        (Value(arith.extui(_i32_type(), condition.raw)), barrier, to_shared, from_global),
     )
 
 
@@ -465,7 +490,7 @@ def mma(accumulator: Sequence[Value], a: Sequence[Value], b: Sequence[Value], ki
 @contextlib.contextmanager
 def when(condition: Value):
     """The body runs where the i1 is true."""
-    branch = scf.IfOp(condition)
+    branch = scf.IfOp(condition.raw)
     with ir.InsertionPoint(branch.then_block):
         yield
         scf.yield_([])
@@ -473,20 +498,22 @@ def when(condition: Value):
 
 def choose(condition: Value, then: Callable[[], Sequence[Value]], otherwise: Sequence[Value]) -> list[Value]:
     """``then()`` where the i1 is true, else the values ``otherwise``."""
-    branch = scf.IfOp(condition, [x.type for x in otherwise], has_else=True)
+    branch = scf.IfOp(condition.raw, [x.raw.type for x in otherwise], has_else=True)
     with ir.InsertionPoint(branch.then_block):
-        scf.yield_(list(then()))
+        scf.yield_([x.raw for x in then()])
     with ir.InsertionPoint(branch.else_block):
-        scf.yield_(list(otherwise))
-    return list(branch.results)
+        scf.yield_([x.raw for x in otherwise])
+    return [Value(x) for x in branch.results]
 
 
 def loop(
-    start: Value, stop: Value, step: Value, init: Sequence[Value], body: Callable[..., Sequence[Value]]
+    start: Value, stop: Value | int, step: int, init: Sequence[Value], body: Callable[..., Sequence[Value]]
 ) -> list[Value]:
     """``for i in range(start, stop, step): state = body(i, *state)``, not unrolled; returns the last state."""
-    op = scf.ForOp(start, stop, step, list(init))
+    bounds = [start.like(x).raw for x in (start, stop, step)]
+    op = scf.ForOp(*bounds, [x.raw for x in init])
     with ir.InsertionPoint(op.body):
         asm('.pragma "nounroll";', "")
-        scf.yield_(list(body(op.induction_variable, *op.inner_iter_args)))
-    return list(op.results)
+        state = body(Value(op.induction_variable), *(Value(x) for x in op.inner_iter_args))
+        scf.yield_([x.raw for x in state])
+    return [Value(x) for x in op.results]

@@ -199,7 +199,7 @@ class KeyShareStage(KeyStage):
 
     def __init__(self, block: Block):
         super().__init__(block)
-        self.mask = ptx.shift_left(ptx.i32(0x00030003), ptx.mul(block.warp, 2))
+        self.mask = ptx.i32(0x00030003) << block.warp * 2
         unit = ptx.power_of_two(ptx.sub(ptx.i32(24), ptx.mul(block.warp, 2)))  # tile_unit(warp)
         self.unit = ptx.fmul(unit, ptx.f32(mma_score_factor(block.plan)))
 

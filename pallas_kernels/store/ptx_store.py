@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import struct
 
-from jax._src.lib.mlir.dialects import arith
-
-from kitty_jax.pallas_kernels.ptx import FULL_WARP, Value, asm, bit_or, i32, shl
+from kitty_jax.pallas_kernels.ptx import FULL_WARP, Value, asm, bit_or, shl
 
 ROUNDER = (
     12582912.0  # 1.5 * 2**23: added to a float32 below 2**22, leaves it rounded half to even in the low mantissa bits
@@ -16,16 +14,16 @@ ROUNDER_BITS = 0x4B400000
 
 # ---------------------------------------------------------------- integers and predicates
 def bit_xor(a: Value, b: Value) -> Value:
-    return arith.xori(a, b)
+    return a ^ b
 
 
 def less_unsigned(a: Value, b: Value | int) -> Value:
-    return arith.cmpi(arith.CmpIPredicate.ult, a, i32(b) if isinstance(b, int) else b)
+    return a.below(b)
 
 
 def shift_right(a: Value, bits: Value) -> Value:
     """a >> bits for a run-time number of bits below 32."""
-    return arith.shrui(a, bits)
+    return a >> bits
 
 
 def popc(a: Value) -> Value:
@@ -189,7 +187,7 @@ def even_pairs(nibbles: Value) -> Value:
     """The low two bits of eight nibbles, side by side in the low 16 bits; bits 2 and 3 of each nibble must be zero."""
     x = nibbles
     for shift, mask in ((2, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
-        x = _and(bit_or(x, arith.shrui(x, i32(shift))), mask)
+        x = _and(bit_or(x, x >> shift), mask)
     return x
 
 
@@ -202,4 +200,4 @@ def to_nibbles(pairs: Value) -> Value:
 
 
 def _and(a: Value, mask: int) -> Value:
-    return arith.andi(a, i32(mask))
+    return a & mask
