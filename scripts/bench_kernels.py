@@ -4,12 +4,11 @@ baseline.
     python scripts/bench_kernels.py decode            # the table of decode attention
     python scripts/bench_kernels.py decode --json     # the same, a JSON object a line
     python scripts/bench_kernels.py decode --shape 32,32768 --sweep-splits 1,2,4
-    python scripts/bench_kernels.py store             # quantize-and-pack and page dequantization
+    python scripts/bench_kernels.py store --xla       # quantize-and-pack, the reference too
 
-A benchmark is a function in ``BENCHMARKS`` that takes the parsed arguments and yields rows (dictionaries); rows are
-printed as they come. Times are those of one call in a chain of calls inside one executable, each taking the one
-before's result: the difference of a long and a short chain, so that dispatch cancels. Operands rotate through more
-memory than the L2 cache holds, and hold random numbers.
+Times are those of one call in a chain of calls inside one executable, each taking the one before's result: the
+difference of a long and a short chain, so that dispatch cancels. Operands rotate through more memory than the L2 cache
+holds, and hold random numbers. Rows are printed as they come.
 """
 
 from __future__ import annotations
@@ -22,28 +21,67 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
-
 from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic, make_plan
 from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
 from kitty_jax.pallas_kernels.decode_attention.tuning import DecodeTuning, decode_tuning
-from kitty_jax.pallas_kernels.metadata import Grid, grid_bytes
-from kitty_jax.pallas_kernels.page_format import METADATA, LayerKV, PageFormat, join_record
-from scripts.bench_store import bench_store, store_arguments
-from scripts.bench_timing import CACHE_BYTES, Time, copy_bandwidth, time_chained
+from kitty_jax.pallas_kernels.page_format import LayerKV, PageFormat
+from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
+from scripts.bench_data import random_records
+from scripts.bench_timing import Time, copy_bandwidth, rotating_sets, time_chained
+from scripts.command_line import Parser, run_command, whole
 
-SCALE_RANGE = (0.05, 0.55)
-BYTE_GRIDS = ((-9, 1), (-8, -14))  # step and base for about the same scales and mins in bytes
+KITTY_PRO, KITTY, PRO_64 = PageFormat(boosted=32), PageFormat(boosted=16), PageFormat(head_dim=64, boosted=16)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("bench_kernels.py", __doc__)
+    commands = parser.add_subparsers(dest="benchmark", required=True)
+    decode = commands.add_parser("decode", prog=parser.prog, description=bench_decode.__doc__)
+    decode.add_argument("--shape", action="append", type=_sizes, help="B,tokens or B,tokens,K,Q; repeatable")
+    decode.add_argument("--head-dim", type=whole(1), default=128, help="of --shape")
+    decode.add_argument("--boosted", type=whole(0), default=32, help="of --shape")
+    decode.add_argument("--new", type=whole(1), default=1, help="new tokens a sequence, of --shape")
+    decode.add_argument("--sweep-splits", type=_sizes, default="0", help="such as 1,2,4; 0 is the tuning's choice")
+    decode.add_argument("--no-check", action="store_true", help="leave the comparison with the reference out")
+    decode.add_argument("--no-baseline", action="store_true", help="leave cuDNN out")
+    decode.set_defaults(bench=bench_decode)
+    store = commands.add_parser("store", prog=parser.prog, description=bench_store.__doc__)
+    store.add_argument("--xla", action="store_true", help="time the reference too, on the cases of a decode step")
+    store.add_argument("--only", default="", help="cases whose operation or description holds this")
+    store.set_defaults(bench=bench_store)
+    for command in (decode, store):
+        command.add_argument("--json", action="store_true", help="a JSON object a row")
+    return run_command(parser, _run, argv)
+
+
+def _sizes(text: str) -> list[int]:
+    return [whole(0)(item) for item in text.split(",")]
+
+
+def _run(options: argparse.Namespace) -> None:
+    device = jax.devices()[0]
+    if device.platform != "gpu":
+        raise RuntimeError(f"the kernels need an NVIDIA GPU, and JAX's default device is {device.platform}")
+    head = {"device": device.device_kind, "jax": jax.__version__, "copy_GB_s": round(copy_bandwidth() / 1e9)}
+    print(json.dumps(head), flush=True)
+    header: list[str] = []
+    for row in options.bench(options):
+        if options.json:
+            print(json.dumps(row), flush=True)
+            continue
+        if header != list(row):
+            header = list(row)
+            print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+        print(f"| {' | '.join(map(str, row.values()))} |", flush=True)
 
 
 # ---------------------------------------------------------------- decode attention
-KITTY_PRO, KITTY = PageFormat(boosted=32), PageFormat(boosted=16)
-
-
 @dataclasses.dataclass(frozen=True)
 class DecodeShape:
     """A row of the table: B sequences of ``tokens`` tokens each."""
@@ -58,67 +96,77 @@ class DecodeShape:
     new: int = 1
 
     @property
-    def pages(self) -> int:
-        return -(-self.tokens // self.fmt.page)
-
-    @property
     def bytes_read(self) -> int:
         """Pages and full-precision tokens once, and q and the output."""
-        n = self.tokens - self.sink
-        n_k, n_v = n // self.fmt.page, max(n - self.window, 0) // self.fmt.page
-        row = 2 * self.fmt.head_dim
+        n, page, row = self.tokens - self.sink, self.fmt.page, 2 * self.fmt.head_dim
+        n_k, n_v = n // page, max(n - self.window, 0) // page
         pages = 4 * (n_k * self.fmt.key_words + n_v * self.fmt.value_words)
-        dense = row * (2 * self.sink + n % self.fmt.page + n - n_v * self.fmt.page + 2 * self.new)
+        dense = row * (2 * self.sink + n % page + n - n_v * page + 2 * self.new)
         return self.batch * self.kv_heads * (pages + dense + 2 * row * self.group * self.new)
 
 
 DECODE_SHAPES = [
     DecodeShape(32, 32768),
     DecodeShape(32, 32768, fmt=KITTY),
-    DecodeShape(32, 32768, fmt=dataclasses.replace(KITTY_PRO, metadata="fixed8")),
-    DecodeShape(1, 131072),
-    DecodeShape(8, 32768),
-    DecodeShape(128, 4096),
-    DecodeShape(256, 2048),
-    DecodeShape(32, 32768, fmt=PageFormat(head_dim=64, boosted=16)),
-    DecodeShape(1, 1024),
-    DecodeShape(1, 4096),
-    DecodeShape(1, 16384),
-    DecodeShape(4, 1024),
-    DecodeShape(32, 1024),
-    DecodeShape(32, 4096),
+    DecodeShape(32, 32768, fmt=PRO_64),
+    *(DecodeShape(b, n) for b, n in ((8, 32768), (1, 131072), (128, 4096), (256, 2048), (32, 4096), (32, 1024))),
+    *(DecodeShape(b, n) for b, n in ((8, 1024), (4, 1024), (1, 16384), (1, 4096), (1, 1024))),
+]
+CHECKS = [  # shape and splits
+    (DecodeShape(3, 1000, 2), 1),
+    (DecodeShape(2, 2000, 2, fmt=PageFormat(head_dim=64, boosted=8)), 3),
+    (DecodeShape(2, 700, 2, fmt=KITTY, new=3), 2),
 ]
 
 
-def random_records(key, fmt: PageFormat, pool: int, kv_heads: int) -> tuple[jax.Array, jax.Array]:
-    """Legal records of random bits: (key pages, value pages)."""
-    keys = iter(jax.random.split(key, 9))
-    batch = (pool, kv_heads)
+def bench_decode(options: argparse.Namespace) -> Iterator[dict]:
+    """Decode attention against cuDNN on a bfloat16 cache."""
+    for shape, splits in () if options.no_check else CHECKS:
+        error = check_decode(shape, splits)
+        print(f"check {shape} splits={splits}: relative error {error:.1e}", file=sys.stderr, flush=True)
+        if not error < 1e-3:
+            raise RuntimeError("the kernel disagrees with the reference: nothing was measured")
+    fmt = PageFormat(head_dim=options.head_dim, boosted=options.boosted)
+    given = [DecodeShape(*sizes, fmt=fmt, new=options.new) for sizes in options.shape or ()]
+    for shape in given or DECODE_SHAPES:
+        cudnn = None if options.no_baseline else time_cudnn(shape)
+        for splits in options.sweep_splits:
+            yield decode_row(shape, dataclasses.replace(decode_tuning(), splits=splits), cudnn)
 
-    def parts(layout):
-        out = {}
-        for name, part in layout.items():
-            shape = (*batch, part.count)
-            if name in ("low", "high"):
-                out[name] = jax.random.bits(next(keys), shape, jnp.uint32)
-            elif part.dtype == jnp.uint8 and name in ("scale", "min"):
-                out[name] = jax.random.randint(next(keys), shape, 0, 256, jnp.int32).astype(jnp.uint8)
-            elif name == "grid":
-                grids = grid_bytes(*(Grid(*jnp.int32(grid)) for grid in BYTE_GRIDS))
-                out[name] = jnp.broadcast_to(grids, shape)
-            elif name == "scale":
-                low, high = SCALE_RANGE
-                out[name] = jax.random.uniform(next(keys), shape, minval=low, maxval=high).astype(jnp.float16)
-            elif name == "min":
-                out[name] = (-1.5 * out["scale"].astype(jnp.float32)).astype(jnp.float16)
-            elif name == "channels":
-                order = jnp.argsort(jax.random.uniform(next(keys), (*batch, fmt.head_dim)), -1)[..., : part.count]
-                out[name] = jnp.sort(order, -1).astype(jnp.uint8)
-            else:
-                out[name] = jnp.zeros(shape, jnp.int8)
-        return join_record(out, layout)
 
-    return parts(fmt.key_parts), parts(fmt.value_parts)
+def check_decode(shape: DecodeShape, splits: int) -> float:
+    """Relative error of the kernel against the float32 reference."""
+    q, operands = decode_operands(shape, 1, seed=1)
+    scale = shape.fmt.head_dim**-0.5
+    reference = functools.partial(decode_attention, scale=scale, implementation="xla")
+    kernel = functools.partial(decode_attention_mosaic, scale=scale, tuning=DecodeTuning(splits=splits))
+    want, got = (
+        np.asarray(jax.jit(functools.partial(decode_call(shape, call), 0))(q.astype(jnp.float32), operands), np.float64)
+        for call in (reference, kernel)
+    )
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def decode_row(shape: DecodeShape, tuning: DecodeTuning, cudnn: Time | None) -> dict:
+    """Times the kernel; a row of the table."""
+    sets, scale = rotating_sets(shape.bytes_read), shape.fmt.head_dim**-0.5
+    q, operands = decode_operands(shape, sets)
+    call = functools.partial(decode_attention_mosaic, scale=scale, tuning=tuning)
+    time = time_chained(decode_call(shape, call), q, operands, calls=_calls(sets, 4 * shape.bytes_read))
+    pages, tables, buffers, *_ = operands
+    layer = LayerKV(*pages, *buffers[0][:4], fmt=shape.fmt)
+    row = {"B": shape.batch, "tokens": shape.tokens, "K": shape.kv_heads, "Q": shape.group, "T": shape.new}
+    row |= {"D": shape.fmt.head_dim, "C": shape.fmt.boosted}
+    row |= {"splits": make_plan(q, layer, tables[0], scale, tuning).splits, **time.columns(shape.bytes_read)}
+    if cudnn:
+        row |= {"cudnn_us": round(cudnn.median * 1e6, 1), "speedup": round(cudnn.median / time.median, 2)}
+    return row
+
+
+def _calls(sets: int, size: float) -> int:
+    """Calls of an executable: enough that every set of operands is used and that dispatch takes less time than they
+    do."""
+    return max(sets, 4 if size > 1e9 else 16)
 
 
 def decode_operands(shape: DecodeShape, sets: int, seed: int = 0):
@@ -142,53 +190,39 @@ def _row(x: jax.Array, i: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _decode_arrays(shape: DecodeShape, sets: int, seed: int):
     keys = iter(jax.random.split(jax.random.key(seed), 16))
-    b, k, d = shape.batch, shape.kv_heads, shape.fmt.head_dim
-    pool = b * shape.pages * sets
+    b, k, d, page = shape.batch, shape.kv_heads, shape.fmt.head_dim, shape.fmt.page
+    pages = -(-shape.tokens // page)
+    pool = b * pages * sets
 
     def normal(*dims):
         return jax.random.normal(next(keys), dims, jnp.bfloat16)
 
-    pages = random_records(next(keys), shape.fmt, pool, k)
-    tables = jax.random.permutation(next(keys), pool).reshape(sets, b, shape.pages).astype(jnp.int32)
-    slots = (shape.sink, shape.sink, shape.fmt.page, shape.window + shape.fmt.page)
-    new = (b, shape.new, k, d)
-    first = [*(0.5 * normal(b, k, x, d) for x in slots), 0.5 * normal(*new), 0.5 * normal(*new)]
+    records = random_records(next(keys), shape.fmt, pool, k)
+    tables = jax.random.permutation(next(keys), pool).reshape(sets, b, pages).astype(jnp.int32)
+    slots = (shape.sink, shape.sink, page, shape.window + page)
+    first = [0.5 * normal(*dims) for dims in (*((b, k, n, d) for n in slots), *2 * [(b, shape.new, k, d)])]
     q = normal(b, shape.new, k * shape.group, d)
-    lengths = jnp.full((b,), shape.tokens, jnp.int32)
-    return q, pages, tables, first, lengths, jnp.full((b,), shape.new, jnp.int32)
+    lengths, num_new = (jnp.full((b,), n, jnp.int32) for n in (shape.tokens, shape.new))
+    return q, records, tables, first, lengths, num_new
 
 
-def decode_step(shape: DecodeShape, sets: int, call: Callable) -> Callable:
+def decode_call(shape: DecodeShape, call: Callable) -> Callable:
     """The step of a chain that calls ``call`` with the i-th set of operands."""
 
     def step(i: int, q, operands):
-        (key_pages, value_pages), tables, buffers, lengths, num_new = operands
-        *kv, new_keys, new_values = buffers[i % sets]
-        layer = LayerKV(key_pages, value_pages, *kv, fmt=shape.fmt)
-        return call(q, new_keys, new_values, layer, tables[i % sets], lengths, num_new)
+        pages, tables, buffers, lengths, num_new = operands
+        *kv, new_keys, new_values = buffers[i % len(buffers)]
+        layer = LayerKV(*pages, *kv, fmt=shape.fmt)
+        return call(q, new_keys, new_values, layer, tables[i % len(tables)], lengths, num_new)
 
     return step
 
 
-def check_decode(shape: DecodeShape, splits: int) -> float:
-    """Relative error of the kernel against the float32 reference."""
-    q, operands = decode_operands(shape, 1, 1)
-    q = q.astype(jnp.float32)
-    scale = shape.fmt.head_dim**-0.5
-    reference = functools.partial(decode_attention, scale=scale, implementation="xla")
-    kernel = functools.partial(decode_attention_mosaic, scale=scale, tuning=DecodeTuning(splits=splits))
-    want, got = (
-        np.asarray(jax.jit(functools.partial(decode_step(shape, 1, call), 0))(q, operands), np.float64)
-        for call in (reference, kernel)
-    )
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
-def time_cudnn(shape: DecodeShape) -> Time | None:
+def time_cudnn(shape: DecodeShape) -> Time:
     """jax.nn.dot_product_attention on a bfloat16 cache of the same tokens."""
     b, k, d = shape.batch, shape.kv_heads, shape.fmt.head_dim
     size = 4 * b * shape.tokens * k * d
-    sets = max(1, int(-(-CACHE_BYTES // size)))
+    sets = rotating_sets(size)
 
     @functools.partial(jax.jit, static_argnums=1)
     def normal(seed: int, dims: tuple[int, ...]):
@@ -199,130 +233,90 @@ def time_cudnn(shape: DecodeShape) -> Time | None:
     lengths = jnp.full((b,), shape.tokens, jnp.int32)
 
     def step(i: int, q, caches):
-        j = 2 * (i % sets)
-        return jax.nn.dot_product_attention(
-            q, caches[j], caches[j + 1], key_value_seq_lengths=lengths, implementation="cudnn"
-        )
+        keys, values = caches[2 * (i % sets) :][:2]
+        return jax.nn.dot_product_attention(q, keys, values, key_value_seq_lengths=lengths, implementation="cudnn")
 
-    return time_chained(step, q, caches, calls=chain_length(sets, size))
+    return time_chained(step, q, caches, calls=_calls(sets, size))
 
 
-def chain_length(sets: int, size: float) -> int:
-    """Calls of an executable: enough that every set of operands has its turn and that dispatch takes less time than
-    they do."""
-    return max(sets, 4) if size > 1e9 else max(sets, 16)
+# ---------------------------------------------------------------- quantize-and-pack
+@dataclasses.dataclass(frozen=True)
+class StoreCase:
+    """``pages`` pages of ``kv_heads`` KV heads each, of the side ("keys" or "values"); ``slots`` is the size of the
+    buffer they are read from, ``shrink`` the factors of ranges to try."""
+
+    side: str
+    what: str
+    pages: int
+    fmt: PageFormat = KITTY_PRO
+    slots: int = 128
+    shrink: tuple[float, ...] = (1.0,)
+    kv_heads: int = 8
+
+    @property
+    def record_words(self) -> int:
+        return self.fmt.key_words if self.side == "keys" else self.fmt.value_words
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the full-precision pages."""
+        return 2 * self.pages * self.kv_heads * self.fmt.page * self.fmt.head_dim
 
 
-def bench_decode(args: argparse.Namespace) -> Iterator[dict]:
-    """Decode attention against cuDNN on a bfloat16 cache."""
-    for shape, splits in (
-        []
-        if args.no_check
-        else [
-            (DecodeShape(3, 1000, 2), 1),
-            (DecodeShape(2, 2000, 2, fmt=PageFormat(head_dim=64, boosted=8)), 3),
-            (DecodeShape(2, 700, 2, fmt=KITTY, new=3), 2),
-            (DecodeShape(3, 1000, 2, fmt=dataclasses.replace(KITTY_PRO, metadata="fixed8")), 1),
-        ]
-    ):
-        error = check_decode(shape, splits)
-        print(f"check {shape} splits={splits}: relative error {error:.1e}", file=sys.stderr, flush=True)
-        if not error < 1e-3:
-            raise SystemExit("the kernel disagrees with the reference: nothing was measured")
-    shapes = DECODE_SHAPES
-    if args.shape:
-        shapes = [
-            DecodeShape(
-                *(int(x) for x in text.split(",")),
-                fmt=PageFormat(head_dim=args.head_dim, boosted=args.boosted, metadata=args.metadata),
-                new=args.new,
-            )
-            for text in args.shape
-        ]
-    for shape in shapes:
-        tunings = [dataclasses.replace(decode_tuning(), splits=int(x)) for x in args.sweep_splits.split(",")]
-        yield from bench_decode_shape(shape, tunings, not args.no_baseline)
+DECODE_STEP, PREFILL = ("decode step, 256 sequences", 256), ("prefill, 32 x 8,192 tokens", 2048)
+STORE_CASES = [
+    StoreCase("keys", *DECODE_STEP),
+    StoreCase("values", *DECODE_STEP, slots=256),
+    StoreCase("values", *DECODE_STEP, slots=256, shrink=(0.8,)),
+    StoreCase("values", *DECODE_STEP, slots=256, shrink=(1.0, 0.9, 0.8)),
+    *(StoreCase("keys", *PREFILL, fmt=fmt) for fmt in (KITTY_PRO, KITTY, PageFormat(boosted=128), PRO_64)),
+    *(StoreCase("values", *PREFILL, fmt=fmt) for fmt in (KITTY_PRO, PageFormat(boosted=32, value_bits=4), PRO_64)),
+]
 
 
-def bench_decode_shape(shape: DecodeShape, tunings: list[DecodeTuning], baseline: bool) -> Iterator[dict]:
-    cudnn = time_cudnn(shape) if baseline else None
-    sets = max(1, int(-(-CACHE_BYTES // shape.bytes_read)))
-    q, operands = decode_operands(shape, sets)
-    scale = shape.fmt.head_dim**-0.5
-    bandwidth = copy_bandwidth()
-    for tuning in tunings:
-        call = functools.partial(decode_attention_mosaic, scale=scale, tuning=tuning)
-        t = time_chained(decode_step(shape, sets, call), q, operands, calls=chain_length(sets, 4 * shape.bytes_read))
-        layer = LayerKV(*operands[0], *operands[2][0][:4], fmt=shape.fmt)
-        rate = shape.bytes_read / t.median
-        row = {
-            "B": shape.batch,
-            "tokens": shape.tokens,
-            "K": shape.kv_heads,
-            "Q": shape.group,
-            "T": shape.new,
-            "D": shape.fmt.head_dim,
-            "C": shape.fmt.boosted,
-            "metadata": shape.fmt.metadata,
-            "splits": make_plan(q, layer, operands[1][0], scale, tuning).splits,
-            "us": round(t.median * 1e6, 1),
-            "us_low": round(t.low * 1e6, 1),
-            "us_high": round(t.high * 1e6, 1),
-            "MB": round(shape.bytes_read / 1e6, 1),
-            "GB_s": round(rate / 1e9),
-            "of_copy": round(rate / bandwidth, 3),
-            "x_floor": round(bandwidth / rate, 2),
-        }
-        if cudnn:
-            row |= {"cudnn_us": round(cudnn.median * 1e6, 1), "speedup": round(cudnn.median / t.median, 2)}
-        yield row
-
-
-# ---------------------------------------------------------------- command line
-def decode_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", action="append", help="B,tokens or B,tokens,K,Q instead of the table; may repeat")
-    parser.add_argument("--head-dim", type=int, default=128, help="of --shape")
-    parser.add_argument("--boosted", type=int, default=32, help="of --shape")
-    parser.add_argument("--metadata", choices=METADATA, default="float16", help="of --shape")
-    parser.add_argument("--new", type=int, default=1, help="new tokens a sequence, of --shape")
-    parser.add_argument("--sweep-splits", default="0", help="splits to time, e.g. 1,2,4; 0 is the tuning's choice")
-    parser.add_argument("--no-check", action="store_true", help="leave the comparison with the reference out")
-    parser.add_argument("--no-baseline", action="store_true", help="leave cuDNN out")
-
-
-BENCHMARKS: dict[str, tuple[Callable, Callable]] = {
-    "decode": (decode_arguments, bench_decode),
-    "store": (store_arguments, bench_store),
-}
-
-
-def print_rows(rows: Iterator[dict], as_json: bool) -> None:
-    header = None
-    for row in rows:
-        if as_json:
-            print(json.dumps(row), flush=True)
+def bench_store(options: argparse.Namespace) -> Iterator[dict]:
+    """Quantize-and-pack, against the bytes that it must move."""
+    for case in STORE_CASES:
+        if options.only not in f"{case.side} {case.what}":
             continue
-        if header != list(row):
-            header = list(row)
-            print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-        print("| " + " | ".join(str(x) for x in row.values()) + " |", flush=True)
+        for implementation in ("mosaic", "xla") if options.xla and case.pages == 256 else ("mosaic",):
+            time = time_store(case, implementation)
+            row = {"op": f"store_{case.side}", "case": case.what, "implementation": implementation}
+            row |= {"D": case.fmt.head_dim, "C": case.fmt.boosted, "value bits": case.fmt.value_bits}
+            row["shrink"] = "/".join(map(str, case.shrink))
+            yield row | time.columns(case.token_bytes + 4 * case.pages * case.kv_heads * case.record_words)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name, (add_arguments, function) in BENCHMARKS.items():
-        command = commands.add_parser(name, help=function.__doc__)
-        command.add_argument("--json", action="store_true", help="a JSON object a row")
-        add_arguments(command)
-    args = parser.parse_args(argv)
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        raise SystemExit(f"the kernels need an NVIDIA GPU, and JAX's default device is {device.platform}")
-    head = {"device": device.device_kind, "jax": jax.__version__, "copy_GB_s": round(copy_bandwidth() / 1e9)}
-    print(json.dumps(head) if args.json else head, flush=True)
-    print_rows(BENCHMARKS[args.benchmark][1](args), args.json)
+def time_store(case: StoreCase, implementation: str) -> Time:
+    """Time of a call; the kernel's first records are checked."""
+    shape = (case.pages, case.kv_heads, case.slots, case.fmt.head_dim)
+    buffers = [
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i in range(rotating_sets(case.token_bytes))
+    ]
+    pool = jnp.zeros((case.pages, case.kv_heads, case.record_words), jnp.uint32)
+    ids = jax.random.permutation(jax.random.key(9), case.pages).astype(jnp.int32)
+    if implementation == "mosaic":
+        few = min(case.pages, 64)
+        some = (pool[:few], buffers[0][:few], jnp.minimum(ids[:few], few))  # ids from `few` on store nothing
+        got, want = (jax.jit(functools.partial(store, case, which))(*some) for which in ("mosaic", "xla"))
+        if not bool(jnp.array_equal(got, want)):
+            raise RuntimeError(f"the kernel differs from the reference: {case}")
+
+    def step(i, pool, operands):
+        buffers, ids = operands
+        return store(case, implementation, pool, buffers[i % len(buffers)], ids)
+
+    return time_chained(step, pool, (buffers, ids), calls=16 if case.pages < 1024 else 6)
+
+
+def store(case: StoreCase, implementation: str, pool: jax.Array, x: jax.Array, ids: jax.Array) -> jax.Array:
+    """Quantizes a page of each buffer in ``x`` into record ``ids`` of the pool."""
+    options = {"shrink": case.shrink, "implementation": implementation}
+    if case.side == "keys":
+        return store_key_pages(pool, x, ids, case.fmt, **options)
+    starts = jnp.arange(len(ids), dtype=jnp.int32) * case.fmt.page % case.slots
+    return store_value_pages(pool, x, starts, ids, case.fmt, **options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

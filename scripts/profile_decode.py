@@ -24,27 +24,77 @@ import jax
 from kitty_jax.cache.spec import caches_from_spec
 from kitty_jax.cache.steps import functional
 from kitty_jax.models.registry import random_model
-from scripts.bench_generate_common import spread
-from scripts.bench_generate_ours import Loop
+from scripts.bench_decode import DecodeLoop
+from scripts.command_line import CACHES, Parser, run_command, whole
 from scripts.model_shapes import read_shape
 
 NUMBERED = re.compile(r"[._]\d+")
+Event = tuple[str, float, float]  # name, start and end in ns
 
 
-def device_events(folder: str) -> list[tuple[str, float, float]]:
-    """(name, start, end) in ns of everything that the GPU ran, from a trace folder, by start."""
-    files = sorted(Path(folder).rglob("*.xplane.pb"))
-    events = []
-    for plane in jax.profiler.ProfileData.from_file(str(files[-1])).planes:
-        if not plane.name.startswith("/device:GPU:0"):
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("profile_decode.py", __doc__)
+    parser.add_argument("--model-shape", default="qwen3-8b", help="a name, or a path (default: %(default)s)")
+    parser.add_argument("--layers", type=whole(1), help="fewer layers than the model has")
+    parser.add_argument("--cache", default="kitty-pro", help=f"{CACHES} (default: %(default)s)")
+    parser.add_argument("--batch", type=whole(1), default=32, help="default: %(default)s")
+    parser.add_argument("--capacity", type=whole(1), default=8256, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--length", type=whole(1), action="append", help="cached tokens; repeatable (default: 8192)")
+    parser.add_argument("--steps", type=whole(1), default=8, help="of a window (default: %(default)s)")
+    parser.add_argument("--top", type=whole(1), default=20, help="kernels to print (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="a JSON object a length")
+    return run_command(parser, run, argv)
+
+
+def run(options: argparse.Namespace) -> None:
+    config = read_shape(options.model_shape, options.layers)
+    cache = caches_from_spec(options.cache)
+    loop = DecodeLoop(functional(random_model(config)), cache, options.batch, options.capacity)
+    loop.compile()
+    loop.fill()
+    for length in options.length or [8192]:
+        row = profile(loop, length, options.steps)
+        if options.json:
+            print(json.dumps(row), flush=True)
             continue
-        for line in plane.lines:
-            if line.name.startswith("Stream"):
-                events += [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in line.events]
+        print(
+            f"{options.cache} batch {options.batch}, {row['length']} tokens, {config.num_layers} layers: "
+            f"{row['step_us']:.0f} us [{row['low_us']:.0f}-{row['high_us']:.0f}] a step; profiled, "
+            f"{row['launches']:.0f} launches, busy {row['busy_us']:.0f} us, idle {row['idle_us']:.0f} us"
+        )
+        for kernel in row["kernels"][: options.top]:
+            print(f"{kernel['us']:10.1f} us {kernel['calls']:7.1f} x  {kernel['kernel'][:90]}", flush=True)
+
+
+def profile(loop: DecodeLoop, length: int, steps: int) -> dict:
+    """The figures of one length."""
+    start = loop.quiet_start(min(length, loop.capacity - steps), steps)
+    median, low, high = (seconds * 1e6 / steps for seconds in loop.windows(start, steps, 5))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            loop.window(start, steps)
+        events = device_events(folder)
+    if not events:
+        raise RuntimeError("the profile holds no GPU events: a GPU and CUPTI are needed")
+    busy, span = busy_ns(events), max(end for _, _, end in events) - events[0][1]
+    row = {"length": start, "step_us": median, "low_us": low, "high_us": high, "launches": len(events) / steps}
+    row |= {"busy_us": busy / 1e3 / steps, "idle_us": (span - busy) / 1e3 / steps}
+    return row | {"kernels": kernel_rows(events, steps)}
+
+
+def device_events(folder: str) -> list[Event]:
+    """Everything that the GPU ran, from a trace folder, by start."""
+    file = max(Path(folder).rglob("*.xplane.pb"))
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    lines = [line for plane in planes if plane.name.startswith("/device:GPU:0") for line in plane.lines]
+    streams = [line for line in lines if line.name.startswith("Stream")]
+    events = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for line in streams for e in line.events]
     return sorted(events, key=lambda e: e[1])
 
 
-def busy_ns(events: list[tuple[str, float, float]]) -> float:
+def busy_ns(events: list[Event]) -> float:
     """Length of the union of the events' times; ``events`` by start."""
     total, until = 0.0, float("-inf")
     for _, start, end in events:
@@ -53,7 +103,7 @@ def busy_ns(events: list[tuple[str, float, float]]) -> float:
     return total
 
 
-def table(events: list[tuple[str, float, float]], steps: int) -> list[dict]:
+def kernel_rows(events: list[Event], steps: int) -> list[dict]:
     """A row per kernel (numbers in names taken out), largest total first: calls and us a step."""
     calls, time = collections.Counter(), collections.Counter()
     for name, start, end in events:
@@ -63,61 +113,5 @@ def table(events: list[tuple[str, float, float]], steps: int) -> list[dict]:
     return [{"kernel": n, "calls": calls[n] / steps, "us": t / 1e3 / steps} for n, t in time.most_common()]
 
 
-def profile(loop: Loop, length: int, steps: int) -> dict:
-    """The figures of one length."""
-    start = loop.quiet_start(min(length, loop.capacity - steps), steps)
-    loop.window(start, steps)
-    median, low, high = (x / steps for x in spread(loop.window(start, steps) - loop.overhead for _ in range(5)))
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, profiler_options=options):
-            loop.window(start, steps)
-        events = device_events(folder)
-    if not events:
-        raise SystemExit("the profile holds no GPU events: a GPU and CUPTI are needed")
-    span = max(e[2] for e in events) - events[0][1]
-    return {
-        "length": start,
-        "step_us": median * 1e6,
-        "low_us": low * 1e6,
-        "high_us": high * 1e6,
-        "launches": len(events) / steps,
-        "busy_us": busy_ns(events) / 1e3 / steps,
-        "idle_us": (span - busy_ns(events)) / 1e3 / steps,
-        "kernels": table(events, steps),
-    }
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-shape", default="qwen3-8b", help="a name, or a path of a config.json")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--cache", default="kitty-pro", help="NAME or NAME:FIELD=VALUE")
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--capacity", type=int, default=8256, help="tokens of a sequence's cache")
-    parser.add_argument("--length", type=int, action="append", help="cached tokens; may repeat (default 8192)")
-    parser.add_argument("--steps", type=int, default=8, help="of a window")
-    parser.add_argument("--top", type=int, default=20, help="kernels to print")
-    parser.add_argument("--json", action="store_true", help="a JSON object a length")
-    args = parser.parse_args(argv)
-    config = read_shape(args.model_shape, args.layers)
-    loop = Loop(functional(random_model(config)), caches_from_spec(args.cache), args.batch, args.capacity)
-    loop.compile()
-    loop.fill()
-    for length in args.length or [8192]:
-        row = profile(loop, length, args.steps)
-        if args.json:
-            print(json.dumps(row), flush=True)
-            continue
-        print(
-            f"{args.cache} batch {args.batch}, {row['length']} tokens, {config.num_layers} layers: "
-            f"{row['step_us']:.0f} us [{row['low_us']:.0f}-{row['high_us']:.0f}] a step; profiled, "
-            f"{row['launches']:.0f} launches, busy {row['busy_us']:.0f} us, idle {row['idle_us']:.0f} us"
-        )
-        for kernel in row["kernels"][: args.top]:
-            print(f"{kernel['us']:10.1f} us {kernel['calls']:7.1f} x  {kernel['kernel'][:90]}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
