@@ -1,4 +1,4 @@
-"""The memory plan and scripts/plan.py: what is planned is what is allocated, and what fits is what fits."""
+"""The memory plan: what is planned is what is allocated, and what fits is what fits."""
 
 import json
 
@@ -12,7 +12,6 @@ from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
 from kitty_jax.cache.state import KVShape, init_state, nbytes
 from kitty_jax.inference.memory import format_bytes, parse_bytes
 from kitty_jax.inference.memory_plan import KVPlan
-from scripts import plan as script
 from scripts.model_shapes import read_shape, weight_shapes
 
 TINY = KVShape(2, 4, 32, jnp.dtype(jnp.bfloat16))
@@ -234,68 +233,3 @@ def test_amounts_of_memory(text, size) -> None:
 def test_what_is_no_amount_of_memory(text) -> None:
     with pytest.raises(ValueError, match="an amount of memory is a number with a unit such as 80GB"):
         parse_bytes(text)
-
-
-def test_the_command_line(capsys) -> None:
-    before = len(jax.live_arrays())
-    assert script.main(["--budget", "80GB", "--parts", "--cache", "full", "--cache", "kitty-pro"]) == 0
-    assert len(jax.live_arrays()) == before
-    out = capsys.readouterr().out
-    rows = {line.split()[0]: line.split() for line in out.splitlines()[2:4]}
-    assert rows["full"][1:3] == ["46", "8,192"]
-    assert rows["kitty-pro"][1:3] == ["252", "8,192"]
-    assert "key metadata" in out
-    arguments = "--model-shape llama3-70b --requests 31x128000,4000 --cache kitty --model-ways 8 --budget 80GB --json"
-    assert script.main(arguments.split()) == 0
-    (made,) = json.loads(capsys.readouterr().out)
-    assert made["batch"] == 32
-    assert made["fits"]
-    assert made["pool_pages"] == 31 * ((128_000 - 32) // 128) + (4000 - 32) // 128
-
-
-def test_a_plan_without_options_is_of_8192_tokens(capsys) -> None:
-    for options, wanted in (("", (1, 8192)), ("--batch 3", (3, 8192)), ("--length 5 --data 2", (2, 5))):
-        assert script.main(["--cache", "kitty", "--json", *options.split()]) == 0
-        (made,) = json.loads(capsys.readouterr().out)
-        assert (made["batch"], made["length"]) == wanted
-    # The workspace takes the place of the default reserve.
-    assert script.main("--cache kitty --json --budget 80GB --workspace 1GB".split()) == 0
-    assert json.loads(capsys.readouterr().out)[0]["workspace"] == GB
-
-
-def test_a_shape_from_a_file(tmp_path, capsys) -> None:
-    from kitty_jax.models.registry import config_to_hf
-
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(read_shape("qwen3-0.6b"))))
-    assert read_shape(str(tmp_path)) == read_shape(str(tmp_path / "config.json")) == read_shape("qwen3-0.6b")
-    assert script.main(["--model-shape", str(tmp_path), "--layers", "3", "--cache", "kitty"]) == 0
-    assert "3 layers, 8 KV heads" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--model-shape gpt", "neither a known shape"),
-        ("--cache kity", "unknown cache 'kity'"),
-        ("--requests 3y4", "COUNTxLENGTH"),
-        ("--requests 34 --length 3", "leave --length and --batch out"),
-        ("--requests=", "COUNTxLENGTH, separated by commas, got ''"),
-        ("--length 0", "--length must be 1 or more, got 0"),
-        ("--batch 0", "--batch must be 1 or more, got 0"),
-        ("--batch 0 --budget 80GB", "--batch must be 1 or more, got 0"),
-        ("--length -3 --budget 80GB", "--length must be 1 or more, got -3"),
-        ("--requests 34 --length 0", "--length must be 1 or more, got 0"),
-        ("--budget 0", "--budget must be 1 or more, got 0"),
-        ("--data 0", "--data must be 1 or more, got 0"),
-        ("--model-ways 0", "--model-ways must be 1 or more, got 0"),
-        ("--budget 80GB --reserve 0.1 --workspace 1GB", "the fraction or the bytes"),
-        ("--layers 0", "--layers must be 1 or more"),
-        ("--budget 1GB", "leaves nothing for the cache"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, capsys) -> None:
-    assert script.main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err

@@ -1,4 +1,4 @@
-"""scripts/cache_bytes.py and kitty_jax.inference.memory: bytes by hand, bytes on the device, and the printed table."""
+"""kitty_jax.inference.memory: bytes of a cache by hand, and bytes on the device."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
 from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.inference.memory import cache_bytes
-from scripts import cache_bytes as script
 
 QWEN3_8B = KVShape(36, 8, 128)
 
@@ -46,43 +45,3 @@ def test_a_smaller_pool_is_counted() -> None:
     whole = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192)
     half = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192, pool_pages=126)
     assert half.payload * 2 == whole.payload
-
-
-def test_table_names_every_cache_and_allocates_nothing(capsys) -> None:
-    before = len(jax.live_arrays())
-    # 50 TB in bfloat16: could not be allocated anywhere.
-    assert script.main(["--batch", "40000"]) == 0
-    assert len(jax.live_arrays()) == before
-    assert script.main([]) == 0
-    lines = capsys.readouterr().out.splitlines()[-(len(CACHE_NAMES) + 3) :]
-    assert lines[0].startswith("36 layers, 8 KV heads, head size 128, 8192 tokens, batch 1, full precision in bfloat16")
-    rows = {line.split()[0]: line.split()[1:] for line in lines[2:-1]}
-    assert list(rows) == [name.replace("_", "-") for name in CACHE_NAMES]
-    assert rows["full"] == ["1207.96", "0.00", "0.00", "1207.96", "1.00", "16.00", "-"]
-    assert rows["kitty-pro"] == ["167.22", "19.74", "33.03", "219.99", "5.49", "2.91", "2.52"]
-
-
-def test_any_shape(capsys) -> None:
-    arguments = "--layers 1 --kv-heads 2 --head-dim 64 --tokens 1000 --batch 5 --dtype float32 --cache full"
-    assert script.main(arguments.split()) == 0
-    row = capsys.readouterr().out.splitlines()[2].split()
-    assert row[1] == f"{1 * 2 * 64 * 1000 * 5 * 2 * 4 / 1e6:.2f}"
-    assert row[5] == "0.50"
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ("--cache kity", "unknown cache 'kity'"),
-        ("--model gpt", "no configuration is named 'gpt'; known names: qwen3-0.6b"),
-        ("--tokens 0", "batch and capacity must be 1 or more"),
-        ("--layers 0", "sizes must be 1 or more"),
-        ("--head-dim 24 --cache kitty", "head_dim must be a multiple of 16"),
-    ],
-)
-def test_errors_are_one_line(arguments, message, capsys) -> None:
-    assert script.main(arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert message in err
