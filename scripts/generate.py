@@ -3,7 +3,7 @@
     python scripts/generate.py --model PATH --prompt TEXT [--prompt TEXT ...] [--cache kitty-pro] [--chat] [--json]
 
 PATH is a Hugging Face directory or a .gguf file. The text comes as it is generated; a small table of speed and cache
-bytes ends it.
+bytes ends it. Short runs are mostly compilation; JAX_COMPILATION_CACHE_DIR=FOLDER in the environment keeps it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
@@ -22,142 +23,89 @@ import jax
 import jax.numpy as jnp
 from tqdm import tqdm
 
-from kitty_jax.cache.config import CACHE_NAMES
 from kitty_jax.cache.spec import caches_from_spec
 from kitty_jax.inference.detokenize import InOrder, TextStream, encode_prompts
 from kitty_jax.inference.engine import Engine
-from kitty_jax.inference.generate import Generation, prepare
 from kitty_jax.inference.memory import CacheBytes, cache_bytes
-from kitty_jax.inference.prompts import check_capacity, check_prompts, check_whole
+from kitty_jax.inference.prompts import check_capacity, check_prompts
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
+from kitty_jax.models.checkpoint import load_model, open_checkpoint
+from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
+from scripts.command_line import CACHES, Parser, run_command, whole
 
-NAMES = tuple(name.replace("_", "-") for name in CACHE_NAMES)
 SLOTS = 16  # prompts at a time unless --slots says otherwise
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
 def parser() -> Parser:
-    p = Parser(
-        prog="generate.py",
-        description=__doc__.splitlines()[0],
-        epilog="Short runs are mostly compilation; JAX_COMPILATION_CACHE_DIR=FOLDER in the environment keeps it.",
-    )
-    p.add_argument("--model", required=True, metavar="PATH", help="Hugging Face model directory or .gguf file")
-    p.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch")
-    p.add_argument(
-        "--prompts-file", metavar="FILE", help='one prompt per line, or JSON lines with a "prompt"; - is standard input'
-    )
-    p.add_argument(
-        "--slots",
-        type=int,
-        metavar="N",
-        help=f"prompts that run at a time; the next one starts when one ends (default: all, up to {SLOTS})",
-    )
-    p.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
-    p.add_argument(
-        "--cache",
-        default="kitty-pro",
-        metavar="SPEC",
-        help=f"one of {', '.join(NAMES)}, NAME:FIELD=VALUE,... with changed fields, or @FILE of scripts/calibrate.py "
-        "(default: %(default)s)",
-    )
-    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    p.add_argument(
-        "--capacity",
-        type=int,
-        metavar="N",
-        help="tokens that a sequence's cache holds (default: what the longest prompt needs)",
-    )
-    sampling = p.add_argument_group("sampling", "greedy unless one of the first four is given")
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0 is greedy")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
-    sampling.add_argument("--top-p", type=float, metavar="X", help="keep the most likely tokens of total probability X")
-    sampling.add_argument(
-        "--min-p", type=float, metavar="X", help="keep tokens X times as likely as the most likely one"
-    )
-    sampling.add_argument("--seed", type=int, default=0, metavar="N", help="prompt b uses N + b (default: %(default)s)")
-    p.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-    p.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: as stored; float32 for .gguf)")
-    p.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations on pages")
-    p.add_argument("--json", action="store_true", help="one JSON object on standard output, all else on standard error")
+    p = Parser("generate.py", __doc__)
+    add = p.add_argument
+    add("--model", required=True, metavar="PATH", help="Hugging Face model directory or .gguf file")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="repeat it for a batch")
+    file_help = 'one prompt per line, or JSON lines with a "prompt"; - is standard input'
+    add("--prompts-file", metavar="FILE", help=file_help)
+    slots_help = f"prompts that run at a time; the next one starts when one ends (default: all, up to {SLOTS})"
+    add("--slots", type=whole(1), metavar="N", help=slots_help)
+    add("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
+    add("--cache", default="kitty-pro", metavar="SPEC", help=f"{CACHES} of scripts/calibrate.py (default: %(default)s)")
+    add("--max-new-tokens", type=whole(1), default=128, metavar="N", help="default: %(default)s")
+    capacity_help = "tokens that a sequence's cache holds (default: what the longest prompt needs)"
+    add("--capacity", type=whole(1), metavar="N", help=capacity_help)
+    add("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+    add("--dtype", choices=DTYPES, help="of weights and activations (default: as stored; float32 for .gguf)")
+    add("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations on pages")
+    add("--json", action="store_true", help="one JSON object on standard output, all else on standard error")
+    add = p.add_argument_group("sampling", "greedy unless one of the first four is given").add_argument
+    add("--temperature", type=float, metavar="X", help="0 is greedy")
+    add("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
+    add("--top-p", type=float, metavar="X", help="keep the most likely tokens of total probability X")
+    add("--min-p", type=float, metavar="X", help="keep tokens X times as likely as the most likely one")
+    add("--seed", type=int, default=0, metavar="N", help="prompt b uses N + b (default: %(default)s)")
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0, or 2 with one line on standard error."""
-    options = parser().parse_args(argv)
-    try:
-        run(options)
-    except BrokenPipeError:  # the reader of the text has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"generate.py: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser(), run, argv)
 
 
 def run(options: argparse.Namespace) -> None:
     # In the order of what they cost, so that a wrong flag is answered before a large file is read.
-    cache = caches_from_spec(options.cache)
-    sampler = sampler_of(options)
-    check_whole("--max-new-tokens", options.max_new_tokens, 1)
-    if options.slots is not None:
-        check_whole("--slots", options.slots, 1)
-    prompts = read_prompts(options)
-
-    from kitty_jax.models.checkpoint import load_model, open_checkpoint
-    from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
-
+    cache, sampler, prompts = caches_from_spec(options.cache), sampler_of(options), read_prompts(options)
     open_checkpoint(options.model)
     tokenizer = load_tokenizer(options.model)
     ids = encode_prompts(tokenizer, prompts, chat=options.chat)
     lengths = check_prompts(ids).lengths
     capacity = check_capacity(lengths, options.max_new_tokens, options.capacity)
-    eos = () if options.ignore_eos else sorted({*stop_token_ids(options.model), *eos_of(tokenizer)})
+    ends = {*stop_token_ids(options.model), tokenizer.eos_token_id} - {None}
+    eos = () if options.ignore_eos else sorted(ends)
 
     begin = time.perf_counter()
     model = load_model(options.model, dtype=options.dtype, progress=loading(options.model))
     load_seconds = time.perf_counter() - begin
-    slots = min(len(prompts), options.slots or SLOTS)
-    common = {"cache": cache, "sampler": sampler, "eos": eos, "implementation": options.implementation}
-    asked = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
     longest = int(lengths.max()) + options.max_new_tokens
     if longest > model.config.max_position:
         say(f"note: up to {longest} tokens, but the model was made for {model.config.max_position}")
-    if queued := slots < len(prompts):
-        engine = Engine(model, slots=slots, capacity=capacity, **common)
-        pieces = engine.stream(ids, **asked)
-    else:
-        generation = prepare(model, ids, capacity=options.capacity, **common, **asked)
-        pieces = pieces_of(generation)
+    slots = min(len(prompts), options.slots or SLOTS)
+    # Text for a reader comes token by token; otherwise many steps run between two looks at who has ended.
+    chunk = {"chunk": 1} if slots == len(prompts) and not options.json else {}
+    kept = {"cache": cache, "slots": slots, "capacity": capacity, **chunk}
+    engine = Engine(model, sampler=sampler, eos=eos, implementation=options.implementation, **kept)
+    asked = {"max_new_tokens": options.max_new_tokens, "seed": options.seed}
+    pieces = engine.stream(ids, **asked)
     say(f"loaded in {load_seconds:.1f} s; compiling for {jax.devices()[0].device_kind}")
-    compile_seconds = engine.compile(ids, **asked) if queued else generation.compile()
+    compile_seconds = engine.compile(ids, **asked)
     say(f"compiled in {compile_seconds:.1f} s")
 
     titles = [f"[{i + 1}] {' '.join(p.split())[:70]}" for i, p in enumerate(prompts)] if len(prompts) > 1 else None
     out = open(os.devnull, "w") if options.json else sys.stdout
-    bar = tqdm(total=len(prompts), unit="prompt", file=sys.stderr, disable=not (queued and sys.stderr.isatty()))
-    try:
-        texts_out = InOrder(titles, out if bar.disable else Lines(out))
-        sequences, texts, times = decode(pieces, len(prompts), tokenizer, texts_out, bar.update)
-    finally:
-        bar.close()
-        if options.json:
-            out.close()
-    if queued:  # prompts and decoding take turns there
-        times = {"prompt": None, "decode": None, "generation": sum(times.values())}
+    hidden = slots == len(prompts) or not sys.stderr.isatty()
+    with tqdm(total=len(prompts), unit="prompt", file=sys.stderr, disable=hidden) as bar:
+        texts_out = InOrder(titles, out if hidden else Lines(out))
+        sequences, texts, times = stream_texts(pieces, len(prompts), tokenizer, texts_out, bar.update)
+    if options.json:
+        out.close()
     size = cache_bytes(cache, model.config, batch=slots, capacity=capacity)
     report = {
         "model": str(options.model),
@@ -178,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
             for prompt, row, new, text in zip(prompts, ids, sequences, texts, strict=True)
         ],
         "seconds": {"load": load_seconds, "compile": compile_seconds, **times},
-        "tokens_per_second": speeds(ids, sequences, times),
+        "tokens_per_second": sum(map(len, sequences)) / times["generation"],
         "cache_bytes": {name: getattr(size, name) for name in ("payload", "metadata", "buffers", "total", "bf16")},
     }
     print(json.dumps(report) if options.json else f"\n{table(report, size)}")
@@ -201,9 +149,8 @@ def sampler_of(options: argparse.Namespace) -> Sampler:
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of --prompt, then those of --prompts-file. Blank lines of the file are passed over."""
-    prompts = list(options.prompt)
-    if options.prompts_file is not None:
-        name = options.prompts_file
+    prompts, name = list(options.prompt), options.prompts_file
+    if name is not None:
         text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
         lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         if not lines:
@@ -231,25 +178,15 @@ def prompt_of(line: str) -> str | None:
     return prompt if isinstance(prompt, str) else None
 
 
-def eos_of(tokenizer) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def loading(path: str):
+def loading(path: str) -> Callable[[int, int, str], None] | None:
     """Progress of loading: a line that is rewritten on a terminal, one line elsewhere."""
     if not sys.stderr.isatty():
         say(f"loading {path}")
         return None
 
     def show(done: int, total: int, name: str) -> None:
-        percent = 100 * done / max(total, 1)
-        end = "\n" if done == total else ""
-        print(
-            f"\rloading {percent:5.1f} % of {total / 1e6:.0f} MB  {name:.50}\033[K",
-            end=end,
-            file=sys.stderr,
-            flush=True,
-        )
+        text = f"\rloading {100 * done / max(total, 1):5.1f} % of {total / 1e6:.0f} MB  {name:.50}\033[K"
+        print(text, end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return show
 
@@ -270,22 +207,11 @@ class Lines:
         self._out.flush()
 
 
-def pieces_of(generation: Generation) -> Iterator[tuple[int, list[int], bool]]:
-    """(row, new ids, whether these were the last) as they come, like the pieces of an engine."""
-    going = list(range(generation.prompts.batch))
-    for chunk in generation.stream():
-        new = {row: chunk[row][chunk[row] >= 0].tolist() for row in going}
-        yield from ((row, ids, not ids) for row, ids in new.items())
-        going = [row for row in going if new[row]]
-    yield from ((row, [], True) for row in going)
-
-
-def decode(
-    pieces: Iterable[tuple], count: int, tokenizer, out: InOrder, ended: Callable[[], object]
+def stream_texts(
+    pieces: Iterable[Any], count: int, tokenizer: Any, out: InOrder, ended: Callable[[], object]
 ) -> tuple[list[list[int]], list[str], dict[str, float]]:
-    """Streams pieces to ``out``: new ids and text of each prompt, and seconds until the first of them and after it.
-
-    ``ended`` is called whenever a prompt has ended.
+    """Streams what an engine gives to ``out``: new ids and text of each prompt, and seconds until the first of them
+    and until the last. ``ended`` is called whenever a prompt has ended.
     """
 
     def to_text(ids: list[int]) -> str:
@@ -293,54 +219,31 @@ def decode(
 
     sequences, texts = [[] for _ in range(count)], [""] * count
     streams = [TextStream(to_text) for _ in range(count)]
-
-    def give(row: int, text: str) -> None:
-        texts[row] += text
-        out.write(row, text)
-
     begin, first = time.perf_counter(), None
     for row, new, last in pieces:
-        first = time.perf_counter() if first is None else first
+        first = first or time.perf_counter() - begin
         sequences[row] += new
-        if new:
-            give(row, streams[row].push(new))
+        text = streams[row].push(new) + (streams[row].finish() if last else "")
+        texts[row] += text
+        out.write(row, text)
         if last:
-            give(row, streams[row].finish())
             out.end(row)
             ended()
-    return sequences, texts, {"prompt": first - begin, "decode": time.perf_counter() - first}
-
-
-def speeds(ids: list[list[int]], sequences: list[list[int]], times: dict) -> dict[str, float | None]:
-    """Tokens per second of all sequences together; the first new token of each belongs to the prompt step.
-
-    Where prompts and decoding took turns, "generation" counts all new tokens over all of the time.
-    """
-    if "generation" in times:
-        return {"prompt": None, "decode": None, "generation": sum(map(len, sequences)) / times["generation"]}
-    decoded = sum(max(len(new) - 1, 0) for new in sequences)
-    return {
-        "prompt": sum(map(len, ids)) / times["prompt"],
-        "decode": decoded / times["decode"] if decoded else None,
-    }
+    return sequences, texts, {"first_tokens": first, "generation": time.perf_counter() - begin}
 
 
 def table(report: dict, size: CacheBytes) -> str:
     """The report as a few lines of text."""
-    outputs, seconds, speed = (report[name] for name in ("outputs", "seconds", "tokens_per_second"))
+    outputs, seconds = report["outputs"], report["seconds"]
     prompt_tokens, new_tokens = (sum(o[name] for o in outputs) for name in ("prompt_tokens", "new_tokens"))
     parts = f"payload {megabytes(size.payload)}, metadata {megabytes(size.metadata)}, buffers {megabytes(size.buffers)}"
     small = "" if size.ratio >= 1 else ": at so small a capacity the full-precision buffers outweigh what pages save"
-    names = {"prompt": "prompt step", "decode": "decoding", "generation": "generation"}
     rows = [
         ("prompt tokens", f"{prompt_tokens}", f"{len(outputs)} prompt{'s' if len(outputs) > 1 else ''}"),
         ("new tokens", f"{new_tokens}", ""),
         ("compilation", f"{seconds['compile']:.2f} s", ""),
-        *(
-            (title, f"{seconds[name]:.2f} s", f"{speed[name]:.1f} tokens/s" if speed[name] else "")
-            for name, title in names.items()
-            if seconds.get(name) is not None
-        ),
+        ("first tokens after", f"{seconds['first_tokens']:.2f} s", ""),
+        ("generation", f"{seconds['generation']:.2f} s", f"{report['tokens_per_second']:.1f} new tokens/s"),
         (f"cache {report['cache']}", megabytes(size.total), f"{parts}; capacity {report['capacity']} tokens"),
         ("the same in bf16", megabytes(size.bf16), f"{size.ratio:.2f} times as large{small}"),
     ]
