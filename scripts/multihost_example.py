@@ -29,6 +29,7 @@ from kitty_jax import Engine, Request, generate
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.sharding import make_mesh
+from scripts.command_line import Parser, run_command, whole
 
 SIZES = {"vocab_size": 96, "embed_dim": 64, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY = dataclasses.replace(config_from_name("qwen3-0.6b"), num_layers=2, dtype=jnp.float32, **SIZES)
@@ -36,14 +37,17 @@ PROMPTS = [[5, 11, 90, 3, 3, 41], [7], list(range(20, 65)), list(range(70))]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser("multihost_example.py", __doc__)
     parser.add_argument("--coordinator", required=True, help="address of the first host, and a free port there")
-    parser.add_argument("--processes", type=int, required=True, help="how many there are")
-    parser.add_argument("--process", type=int, required=True, help="which one this is, from 0")
+    parser.add_argument("--processes", type=whole(1), required=True, help="how many there are")
+    parser.add_argument("--process", type=whole(0), required=True, help="which one this is, from 0")
     parser.add_argument("--model", help="a checkpoint (default: random weights)")
     parser.add_argument("--cache", default="kitty-pro")
-    parser.add_argument("--new", type=int, default=100, help="new tokens")
-    options = parser.parse_args(argv)
+    parser.add_argument("--new", type=whole(1), default=100, help="new tokens")
+    return run_command(parser, run, argv)
+
+
+def run(options: argparse.Namespace) -> None:
     # Before anything else of JAX. Across the CPUs of several processes gloo carries what is exchanged.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(options.coordinator, options.processes, options.process)
@@ -59,7 +63,6 @@ def main(argv: list[str] | None = None) -> int:
                 print(json.dumps(tokens), flush=True)
     finally:
         jax.distributed.shutdown()
-    return 0
 
 
 if __name__ == "__main__":

@@ -41,4 +41,4 @@ def test_figure_4(arguments, tmp_path):
 
 def test_errors_are_one_line(arguments, tmp_path, capsys):
     assert main(["keys", *arguments, "--layer", "7", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "make_figures.py keys: this model has layers 0 to 0, got [7]\n"
+    assert capsys.readouterr().err == "make_figures.py: this model has layers 0 to 0, got [7]\n"
