@@ -35,7 +35,6 @@ import numpy as np
 from jax import Array
 
 WARP = 32  # lanes that share a fragment
-CODES_PER_WORD = 16  # 2-bit codes in a uint32
 RECORD_ALIGNMENT = 16  # bytes
 GRID_BYTES = 8  # of a record's part ``grid``
 
@@ -43,13 +42,14 @@ Metadata = Literal["float16", "fixed8"]
 METADATA: tuple[str, ...] = ("float16", "fixed8")
 
 
-def _round_up(x: int, multiple: int) -> int:
+def round_up(x: int, multiple: int) -> int:
+    """The smallest multiple that is not below x."""
     return -(-x // multiple) * multiple
 
 
 def plane_words(row_tiles: int, half_tiles: int) -> int:
     """uint32 words of a 2-bit plane of ``row_tiles`` x 16 rows and ``half_tiles`` x 8 columns (see :mod:`.packing`)."""
-    return _round_up(row_tiles * half_tiles, 8) // 8 * 2 * WARP
+    return round_up(row_tiles * half_tiles, 8) // 8 * 2 * WARP
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _lay_out(**parts) -> dict[str, Part]:
 
 def _words(parts: dict[str, Part]) -> int:
     last = list(parts.values())[-1]
-    return _round_up(last.offset + last.size, RECORD_ALIGNMENT) // 4
+    return round_up(last.offset + last.size, RECORD_ALIGNMENT) // 4
 
 
 def join_record(parts: dict[str, Array], layout: dict[str, Part]) -> Array:
@@ -245,3 +245,11 @@ class LayerKV:
         """(n, n_k, n_v) for ``lengths``: tokens past the sink, full key pages, full value pages (DESIGN section 2)."""
         n = jnp.maximum(lengths - self.sink, 0)
         return n, n // self.fmt.page, jnp.maximum(n - self.window, 0) // self.fmt.page
+
+
+def buffer_slots(past_sink, page: int, ring: int) -> tuple:
+    """(slot in the key tail, slot in the value ring) of token ``past_sink`` after the sink, with R + G = ``ring``.
+
+    The one place of this arithmetic: ``past_sink`` is an int32 array, or a value of a kernel.
+    """
+    return past_sink % page, past_sink % ring

@@ -1,17 +1,52 @@
-"""Writing a sequence's new token into its buffers, in the kernel that attends to it: its place is read by nobody.
+"""Writing one new token per sequence into a layer's full-precision buffers: in ``jax.numpy``, and by the kernel that
+attends to it.
 
-The slot of token i of the ring held token i - (R + G), which is in a value page by now; the slot in the tail lies past
-the tokens that count, and so does the one in the sink.
+The kernel may write while others read: nobody reads the token's place. The ring's slot of token i held token
+i - (R + G), which is in a value page by now; the slot in the tail lies past the tokens that count, and so does the one
+in the sink.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
 
 from kitty_jax.pallas_kernels import ptx
 from kitty_jax.pallas_kernels.decode_attention.block import Block
 from kitty_jax.pallas_kernels.decode_attention.shape import WARPS
+from kitty_jax.pallas_kernels.page_format import LayerKV, buffer_slots
 from kitty_jax.pallas_kernels.ptx import Value
+
+
+def insert_token(kv: LayerKV, keys: Array, values: Array, lengths: Array, active: Array) -> LayerKV:
+    """The buffers with one token of every active sequence at its place; the others keep theirs.
+
+    Args:
+        kv: the layer before the token.
+        keys, values: [B, K, D].
+        lengths: int32 [B], tokens cached before.
+        active: bool [B].
+    """
+    b, every = jnp.arange(lengths.shape[0]), slice(None)
+    s, g, ring = kv.sink, kv.fmt.page, kv.ring_values.shape[2]
+    past = active & (lengths >= s)
+    tail_slot, ring_slot = buffer_slots(jnp.maximum(lengths - s, 0), g, ring)
+    sink_at = (b, every, jnp.where(active & (lengths < s), lengths, s))
+    return dataclasses.replace(
+        kv,
+        sink_keys=put(kv.sink_keys, sink_at, keys),
+        sink_values=put(kv.sink_values, sink_at, values),
+        tail_keys=put(kv.tail_keys, (b, every, jnp.where(past, tail_slot, g)), keys),
+        ring_values=put(kv.ring_values, (b, every, jnp.where(past, ring_slot, ring)), values),
+    )
+
+
+def put(x: Array, index: tuple, new: Array) -> Array:
+    """``x`` with ``new``, in its dtype, at ``index``; what lies outside is dropped."""
+    return x.at[index].set(new.astype(x.dtype), mode="drop") if x.size else x
 
 
 class NewToken(NamedTuple):
@@ -23,38 +58,33 @@ class NewToken(NamedTuple):
 
 def load_token(block: Block) -> NewToken:
     """Asks for the token. Every warp does: cheaper than a branch."""
-    plan, mem = block.plan, block.mem
-    row_bytes = 2 * plan.head_dim
-    row = ptx.add(ptx.mul(block.b, plan.kv_heads), block.h)
-    source = ptx.select(ptx.less(block.lane, 16), mem.new_keys, mem.new_values)
-    words = ptx.load_global(4, ptx.address(ptx.address(source, row, row_bytes), _piece(block), 16))
+    shape, mem = block.shape, block.mem
+    row = block.b * shape.kv_heads + block.h
+    source = ptx.select(block.lane < 16, mem.new_keys, mem.new_values)
+    words = ptx.load_global(4, ptx.address(ptx.address(source, row, shape.row_bytes), _piece(block), 16))
     return NewToken(words, ptx.load_global(1, ptx.address(mem.num_new, block.b, 4)))
 
 
 def store_token(block: Block, token: NewToken) -> None:
     """Writes it: the last warp of the first block of the sequence and head."""
-    plan, mem = block.plan, block.mem
-    page, ring, n = plan.fmt.page, plan.window + plan.fmt.page, block.past_sink
-    wanted = ptx.both(ptx.equal(block.warp, WARPS - 1), ptx.less(ptx.i32(0), token.num_new))
-    wanted = ptx.both(wanted, ptx.equal(ptx.add(block.split, block.column_group), 0))
-    if plan.head_dim < 128:
-        wanted = ptx.both(wanted, ptx.less(ptx.bit_and(block.lane, 15), plan.head_dim // 8))
+    shape, mem = block.shape, block.mem
+    wanted = (block.warp == WARPS - 1) & (token.num_new > 0)
+    wanted = wanted & (block.split + block.column_group == 0)
+    if shape.head_dim < 128:
+        wanted = wanted & ((block.lane & 15) < shape.head_dim // 8)
     with ptx.when(wanted):
-        is_key = ptx.less(block.lane, 16)
-
-        def row(slots: int, slot: Value) -> Value:
-            return ptx.add(ptx.mul(block.bh, slots), slot)
-
+        is_key = block.lane < 16
+        tail_slot, ring_slot = buffer_slots(block.past_sink, shape.fmt.page, shape.ring_slots)
         target = ptx.select(is_key, mem.tail_keys, mem.ring_values)
-        place = ptx.select(is_key, row(page, ptx.rem(n, page)), row(ring, ptx.rem(n, ring)))
-        if plan.sink:
-            length = ptx.load_global(1, ptx.address(mem.lengths, block.b, 4))
-            in_sink = ptx.less(length, plan.sink)
+        row = ptx.select(is_key, block.bh * shape.fmt.page + tail_slot, block.bh * shape.ring_slots + ring_slot)
+        if shape.sink:
+            length = block.length()
+            in_sink = length < shape.sink
             target = ptx.select(in_sink, ptx.select(is_key, mem.sink_keys, mem.sink_values), target)
-            place = ptx.select(in_sink, row(plan.sink, length), place)
-        ptx.store_global(token.words, ptx.address(ptx.address(target, place, 2 * plan.head_dim), _piece(block), 16))
+            row = ptx.select(in_sink, block.bh * shape.sink + length, row)
+        ptx.store_global(token.words, ptx.address(ptx.address(target, row, shape.row_bytes), _piece(block), 16))
 
 
 def _piece(block: Block) -> Value:
     """Which 16 bytes of a row are the lane's."""
-    return ptx.bit_and(block.lane, min(16, block.plan.head_dim // 8) - 1)
+    return block.lane & (min(16, block.shape.head_dim // 8) - 1)

@@ -1,10 +1,8 @@
 """Decode attention as Mosaic GPU kernels: pages, full-precision tokens and the merge.
 
-The kernel is a sequence of stages (see the modules): start_block and stage_queries (:mod:`.decode_block_mgpu`),
-load_token and store_token (:mod:`.decode_insert_mgpu`, where the new token goes into the buffers),
-attend_pages (:mod:`.decode_pages_mgpu`), attend_regions and attend_edge_pages (:mod:`.decode_dense_mgpu`), merge_warps
-and the merge kernel (:mod:`.decode_merge_mgpu`). The reference is :func:`.decode_attention.decode_attention` with
-``implementation="xla"``.
+The kernel is a sequence of stages: coordinates and q (:mod:`.block`), the new token into the buffers
+(:mod:`.insert_token`), pages (:mod:`.pages`), full-precision tokens and edge pages (:mod:`.buffers`), and the merge
+(:mod:`.merge`). The reference is :mod:`.reference`.
 """
 
 from __future__ import annotations
@@ -17,21 +15,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from kitty_jax.pallas_kernels import ptx
-from kitty_jax.pallas_kernels.decode_attention import merge as merging
-from kitty_jax.pallas_kernels.decode_attention.block import (
-    Block,
-    Operands,
-    Running,
-    load_queries,
-    stage_queries,
-    start_block,
-)
+from kitty_jax.pallas_kernels.decode_attention import merge
+from kitty_jax.pallas_kernels.decode_attention.block import Block, Operands, Running, load_queries, stage_queries
 from kitty_jax.pallas_kernels.decode_attention.buffers import DenseStage, attend_edge_pages, attend_regions
-from kitty_jax.pallas_kernels.decode_attention.insert_token import load_token, store_token
+from kitty_jax.pallas_kernels.decode_attention.inputs import DecodeInputs
+from kitty_jax.pallas_kernels.decode_attention.insert_token import insert_token, load_token, store_token
 from kitty_jax.pallas_kernels.decode_attention.pages import PageWalk, attend_pages
-from kitty_jax.pallas_kernels.decode_attention.reference_insert import insert_token
-from kitty_jax.pallas_kernels.decode_attention.shape import WARPS, DecodePlan
-from kitty_jax.pallas_kernels.decode_attention.tuning import DecodeTuning, decode_splits, decode_tuning
+from kitty_jax.pallas_kernels.decode_attention.shape import KINDS, KernelShape
 from kitty_jax.pallas_kernels.ordering import ordered
 from kitty_jax.pallas_kernels.page_format import BUFFERS, LayerKV
 
@@ -39,7 +29,6 @@ HEAD_DIMS = (64, 128)
 PAGE = 128
 MAX_COLUMNS = 128  # T * Q; a group of 8 columns reads all pages, so beyond some tens dequantizing once is cheaper
 MAX_BUFFER_BYTES = 1 << 32  # offsets into buffers are 32 bits
-KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def unsupported(q: Array, kv: LayerKV, scale: float) -> str | None:
@@ -56,118 +45,72 @@ def unsupported(q: Array, kv: LayerKV, scale: float) -> str | None:
         return f"the kernel takes at most {MAX_COLUMNS} new tokens x query heads per KV head, got {columns}"
     if q.dtype.name not in KINDS:
         return f"the kernel takes q in {', '.join(KINDS)}, got {q.dtype.name}"
-    buffers = {x.dtype.name for x in (kv.sink_keys, kv.sink_values, kv.tail_keys, kv.ring_values)}
-    if len(buffers) > 1 or not buffers <= set(KINDS):
-        return f"the kernel takes buffers of one dtype of {', '.join(KINDS)}, got {', '.join(sorted(buffers))}"
-    if max(x.size for x in (kv.sink_keys, kv.tail_keys, kv.ring_values)) * 2 >= MAX_BUFFER_BYTES:
+    buffers = [getattr(kv, name) for name in BUFFERS]
+    dtypes = {x.dtype.name for x in buffers}
+    if len(dtypes) > 1 or not dtypes <= set(KINDS):
+        return f"the kernel takes buffers of one dtype of {', '.join(KINDS)}, got {', '.join(sorted(dtypes))}"
+    if max(x.size for x in buffers) * 2 >= MAX_BUFFER_BYTES:
         return f"the kernel takes buffers below {MAX_BUFFER_BYTES} bytes, got a ring of shape {kv.ring_values.shape}"
     if not isinstance(scale, (int, float)) or not scale > 0:
         return f"the kernel takes a positive Python number as the softmax scale, got {scale!r}"
     return None
 
 
-def make_plan(q: Array, kv: LayerKV, page_table: Array, scale: float, tuning: DecodeTuning | None = None) -> DecodePlan:
-    """The static shape of a call, split as ``tuning`` (default: the device's) says."""
-    tuning = tuning or decode_tuning()
-    b, t, n, _ = q.shape
-    m, k, _ = kv.key_pages.shape
-    kind = KINDS[kv.tail_keys.dtype.name]
-    plan = DecodePlan(
-        fmt=kv.fmt,
-        batch=b,
-        tokens=t,
-        kv_heads=k,
-        group=n // k,
-        pages=page_table.shape[1] if m else 0,
-        pool=m,
-        sink=kv.sink,
-        window=kv.window,
-        splits=1,
-        scale=float(scale),
-        kind="bf16" if kind == "bf16" else "f16",
-        out_kind=KINDS[q.dtype.name],
-    )
-    splits = decode_splits(
-        tuning,
-        work_items=plan.work_items,
-        pages=plan.pages,
-        warps=WARPS,
-        smem_bytes=plan.smem.total,
-    )
-    return dataclasses.replace(plan, splits=splits)
-
-
 # A jit of its own, so that a model of many layers traces and lowers the kernel once.
-@functools.partial(jax.jit, static_argnames=("scale", "tuning", "insert"))
+@functools.partial(jax.jit, static_argnames=("scale", "splits", "insert"))
 def decode_attention_mosaic(
-    q: Array,
-    new_keys: Array,
-    new_values: Array,
-    kv: LayerKV,
-    page_table: Array,
-    lengths: Array,
-    num_new: Array,
-    scale: float,
-    tuning: DecodeTuning | None = None,
-    insert: bool = False,
-) -> Array | tuple[Array, LayerKV]:
-    """:func:`.decode_attention.decode_attention` by the kernels, or, with ``insert``,
-    :func:`.decode_attention.decode_attention_insert`. float32 buffers are converted to float16, saturating, on every
-    call."""
+    inputs: DecodeInputs, scale: float, splits: int = 0, insert: bool = False
+) -> tuple[Array, LayerKV]:
+    """(attention, layer): :func:`.operation.decode_attention` by the kernels; with ``insert`` the layer has the new
+    token. ``splits``: blocks that share a sequence and head, or 0 for the device's choice. float32 buffers are
+    converted to float16, saturating, on every call."""
+    kv = inputs.kv
     # In float32 buffers, of which the kernel gets copies, the token is inserted afterwards.
     in_kernel = insert and kv.tail_keys.dtype != jnp.float32
-    plan = dataclasses.replace(make_plan(q, kv, page_table, scale, tuning), insert=in_kernel)
-    dtype = jnp.bfloat16 if plan.kind == "bf16" else jnp.float16
-    buffers = [_cast(getattr(kv, name), dtype) for name in BUFFERS]
+    shape = KernelShape.of(inputs, scale, splits, in_kernel)
+    dtype = jnp.bfloat16 if shape.kind == "bf16" else jnp.float16
+    buffers = {name: _cast(getattr(kv, name), dtype) for name in BUFFERS}
     # An array without elements has no address: another one stands in, and is neither read nor written.
-    refs = [jax.new_ref(x) if in_kernel and x.size else x for x in buffers]
-    addressed = [x if x.size else lengths for x in refs]
-    pages = [kv.key_pages, kv.value_pages, page_table] if plan.pages else [lengths] * 3
+    refs = {name: jax.new_ref(x) if in_kernel and x.size else x for name, x in buffers.items()}
+    some = inputs.lengths
+    pages = (kv.key_pages, kv.value_pages, inputs.page_table) if shape.pages else (some,) * 3
     operands = Operands(
-        q=_cast(q, dtype),
-        new_keys=_cast(new_keys, dtype),
-        new_values=_cast(new_values, dtype),
+        q=_cast(inputs.q, dtype),
+        new_keys=_cast(inputs.new_keys, dtype),
+        new_values=_cast(inputs.new_values, dtype),
         key_pages=pages[0],
         value_pages=pages[1],
-        sink_keys=addressed[0],
-        sink_values=addressed[1],
-        tail_keys=addressed[2],
-        ring_values=addressed[3],
+        **{name: x if x.size else some for name, x in refs.items()},
         page_table=pages[2],
-        lengths=lengths,
-        num_new=num_new,
+        lengths=inputs.lengths,
+        num_new=inputs.num_new,
     )
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    f32 = jnp.float32
+    out = jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype)
     partial = [
-        jax.ShapeDtypeStruct((plan.blocks, plan.stored_columns, plan.head_dim), f32),
-        jax.ShapeDtypeStruct((plan.blocks, 16), f32),
+        jax.ShapeDtypeStruct((shape.blocks, shape.stored_columns, shape.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((shape.blocks, 16), jnp.float32),
     ]
-    results = ptx.launch(
-        lambda addresses, smem: _emit(plan, addresses, smem),
-        partial if plan.merges_in_memory else [out],
-        blocks=plan.blocks,
-        smem_bytes=plan.smem.total,
+    merged, *stats = ptx.launch(
+        functools.partial(_emit, shape),
+        partial if shape.merges_in_memory else [out],
+        blocks=shape.blocks,
+        smem_bytes=shape.smem.total,
         name="decode_attention",
-        cluster=plan.cluster,
+        cluster=shape.cluster,
     )(*operands)
     if in_kernel:
-        written = [jax.freeze(ref) if x.size else x for ref, x in zip(refs, buffers, strict=True)]
-        kv = dataclasses.replace(kv, **dict(zip(BUFFERS, written, strict=True)))
-    merged = results[0]
-    if plan.merges_in_memory:
+        kv = dataclasses.replace(kv, **{n: jax.freeze(ref) if buffers[n].size else ref for n, ref in refs.items()})
+    if shape.merges_in_memory:
         (merged,) = ptx.launch(
-            lambda addresses, smem: merging.emit_merge(plan, addresses, smem),
+            functools.partial(merge.emit_merge, shape),
             [out],
-            blocks=plan.batch * plan.tokens * plan.kv_heads * plan.group,
-            smem_bytes=merging.MERGE_SMEM,
+            blocks=shape.batch * shape.tokens * shape.heads,
+            smem_bytes=merge.MERGE_SMEM,
             name="decode_attention_merge",
-        )(*results)
-    if not insert:
-        return merged
-    if not in_kernel:
-        new = [ordered(x, merged)[:, 0] for x in (new_keys, new_values)]
-        kv = insert_token(kv, *new, lengths, num_new > 0)
+        )(merged, *stats)
+    if insert and not in_kernel:
+        new = [ordered(x, merged)[:, 0] for x in (inputs.new_keys, inputs.new_values)]
+        kv = insert_token(kv, *new, inputs.lengths, inputs.num_new > 0)
     return merged, kv
 
 
@@ -180,32 +123,28 @@ def _cast(x: Array, dtype) -> Array:
     return x.astype(dtype)
 
 
-def _emit(plan: DecodePlan, addresses: list[ptx.Value], smem: ptx.Value) -> None:
+def _emit(shape: KernelShape, addresses: list[ptx.Value], smem: ptx.Value) -> None:
     """The body of the first kernel."""
     mem, outs = Operands(*addresses[: len(Operands._fields)]), addresses[len(Operands._fields) :]
-
-    def stage() -> Block:
-        # Anew for every stage: a coordinate that outlives the loop over pages would cost it a register, and it has
-        # none to spare.
-        return start_block(plan, mem, smem)
-
-    block = stage()
+    block = Block.start(shape, mem, smem)
     # Everything that a block begins with is asked for before any of it is waited for.
-    queries, token = load_queries(block), load_token(block) if plan.insert else None
-    with ptx.when(ptx.equal(block.lane, 0)):
+    queries, token = load_queries(block), load_token(block) if shape.insert else None
+    with ptx.when(block.lane == 0):
         ptx.mbarrier_init(block.key_barrier, 2)
     ptx.sync_warp()
-    walk = PageWalk(block) if plan.pages else None
+    walk = PageWalk(block) if shape.pages else None
     if walk:
         walk.start()  # the first pages are on their way while q is staged
     stage_queries(block, queries)
     if token:
         store_token(block, token)
 
+    slots = [shape.smem.value, shape.smem.key]
     of_pages = attend_pages(block, walk)
-    merging.store_partial(block, of_pages, plan.smem.value, 0, merging.page_channel)
-    block = stage()
-    dense, empty = DenseStage(block), Running.empty(plan.head_dim // 16, biased=False)
+    merge.store_partial(block, of_pages, slots[0], 0, merge.page_channel)
+    # The coordinates anew: those that outlive the loop over pages would cost it registers, and it has none to spare.
+    block = Block.start(shape, mem, smem)
+    dense, empty = DenseStage(block), Running.empty(shape.head_dim // 16, biased=False)
     of_buffers = attend_edge_pages(dense, attend_regions(dense, empty))
-    merging.store_partial(block, of_buffers, plan.smem.key, 1, merging.dense_channel)
-    merging.merge_warps(stage(), [plan.smem.value, plan.smem.key], outs)
+    merge.store_partial(block, of_buffers, slots[1], 1, merge.dense_channel)
+    merge.merge_warps(Block.start(shape, mem, smem), slots, outs)

@@ -17,56 +17,67 @@ For a page with low codes c, high codes h of the boosted channels x(b), scales s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from kitty_jax.pallas_kernels import ptx
 from kitty_jax.pallas_kernels.decode_attention.block import (
     Block,
     Running,
-    mma_score_factor,
+    Tiles,
+    flatten,
+    in_tiles,
     raise_maximum,
     row_offset,
 )
 from kitty_jax.pallas_kernels.decode_attention.shape import padded_rows, tile_unit
-from kitty_jax.pallas_kernels.metadata_kernel import MetadataPairs
 from kitty_jax.pallas_kernels.ptx import Value
 
 KEY_TILES = 8  # row tiles of a key page: 128 tokens / 16
+FIELD = 0x00030003  # field 0 of a word
 HALF_FOURS = 0x44004400  # float16 (4, 4)
-ODD_CHUNK = 512  # bytes of 32 lanes x 4 words
+CHUNK = 512  # bytes of 32 lanes x 4 words
 
 
 def field(words: Sequence[Value], index: int) -> list[Value]:
     """Field ``index`` of each word: pairs of subnormals code * 4**(index % 4) * 2**-24."""
-    mask = 0x00030003 << (2 * (index % 4))
-    return [ptx.bit_and(w if index < 4 else ptx.shr(w, 8), mask) for w in words]
+    mask = FIELD << (2 * (index % 4))
+    return [(w if index < 4 else w >> 8) & mask for w in words]
+
+
+def times_power_of_two(xs: list[Value], power: Value, exponent: Value) -> list[Value]:
+    """``xs`` times 2**power where ``exponent`` is not 0: a branch that is seldom taken."""
+
+    def scaled():
+        factor = ptx.power_of_two(power)
+        return [x * factor for x in xs]
+
+    return ptx.choose(exponent != 0, scaled, xs)
 
 
 class RecordSlots:
     """The warp's two slots and the copies that fill them."""
 
     def __init__(self, block: Block):
-        plan = block.plan
-        self.block = block
-        self.leader = ptx.equal(block.lane, 0)
-        self.key_bytes, self.value_bytes = plan.fmt.key_words * 4, plan.fmt.value_words * 4
-        self.key = ptx.add(block.warp_base, plan.smem.key)
-        self.value = ptx.add(block.warp_base, plan.smem.value)
+        self.block, shape = block, block.shape
+        self.leader = block.lane == 0
+        self.key_bytes, self.value_bytes = shape.fmt.key_words * 4, shape.fmt.value_words * 4
+        self.key, self.value = block.warp_base + shape.smem.key, block.warp_base + shape.smem.value
 
     def record(self, page: Value) -> Value:
         """Index [M, K] of this head's record of a page of the pool; a page outside of the pool is its last one."""
-        page = ptx.min_unsigned(page, self.block.plan.pool - 1)
-        return ptx.add(ptx.mul(page, self.block.plan.kv_heads), self.block.h)
+        page = ptx.min_unsigned(page, self.block.shape.pool - 1)
+        return page * self.block.shape.kv_heads + self.block.h
 
     def fetch_key(self, wanted: Value | None, record: Value) -> None:
         """Where ``wanted`` (None: everywhere)."""
         source = ptx.address(self.block.mem.key_pages, record, self.key_bytes)
-        wanted = self.leader if wanted is None else ptx.both(self.leader, wanted)
+        wanted = self.leader if wanted is None else self.leader & wanted
         ptx.bulk_copy(wanted, self.block.key_barrier, self.key, source, self.key_bytes)
 
     def fetch_value(self, wanted: Value, record: Value) -> None:
         source = ptx.address(self.block.mem.value_pages, record, self.value_bytes)
-        ptx.bulk_copy(ptx.both(self.leader, wanted), self.block.value_barrier, self.value, source, self.value_bytes)
+        ptx.bulk_copy(self.leader & wanted, self.block.value_barrier, self.value, source, self.value_bytes)
 
 
 class KeyStage:
@@ -75,70 +86,62 @@ class KeyStage:
     tiles = KEY_TILES
 
     def __init__(self, block: Block):
-        plan = block.plan
-        self.block, self.plan = block, plan
-        self.parts = {name: plan.smem.key + part.offset for name, part in plan.fmt.key_parts.items()}
-        self.per_lane = plan.head_dim // 32
-        own_rows, fragment_rows = row_offset(ptx.mul(block.lane, self.per_lane)), row_offset(block.lane)
-        scaled = ptx.add(block.warp_base, plan.smem.scaled)
-        self.scaled = scaled
-        self.own_queries, self.own_scaled = ptx.add(block.smem, own_rows), ptx.add(scaled, own_rows)
-        self.query_fragments, self.scaled_fragments = ptx.add(block.smem, fragment_rows), ptx.add(scaled, fragment_rows)
-        self.chunk = ptx.add(block.warp_base, ptx.mul(block.lane, 16))
-        first = ptx.mul(block.lane, self.per_lane)
-        self.metadata = MetadataPairs(plan.fmt, self.parts, block.warp_base, first, self.per_lane, small=False)
-        self.decodes_mins = plan.fmt.metadata != "float16"
-        self.mins = plan.smem.mins if self.decodes_mins else self.parts["min"]
-        self.own_mins = ptx.add(block.warp_base, ptx.mul(block.lane, 2 * self.per_lane))
+        self.block, self.shape = block, block.shape
+        smem, fmt = self.shape.smem, self.shape.fmt
+        self.parts = {name: smem.key + part.offset for name, part in fmt.key_parts.items()}
+        self.per_lane = fmt.head_dim // 32  # neighbouring channels
+        own_rows, fragment_rows = row_offset(block.lane * self.per_lane), row_offset(block.lane)
+        self.scaled = block.warp_base + smem.scaled
+        self.own_queries, self.own_scaled = block.smem + own_rows, self.scaled + own_rows
+        self.query_fragments, self.scaled_fragments = block.smem + fragment_rows, self.scaled + fragment_rows
+        self.chunk = block.warp_base + block.lane * 16
+        self.own_scales = block.warp_base + block.lane * self.per_lane * 2
         # Matrices 0 and 1, 2 and 3 of ldmatrix become the two halves of an A tile whose 16 rows are all the same.
-        self.min_rows = ptx.add(block.warp_base, ptx.mul(ptx.shr(block.lane, 4), 16))
+        self.min_rows = block.warp_base + (block.lane >> 4) * 16
 
     def scale_queries(self) -> None:
-        """Rows of q times the page's scales; a lane takes D / 32 neighbouring channels. Mins that are no float16 in the
-        record become so."""
-        words = self.metadata.load("scale")
-        if self.decodes_mins:
-            ptx.store_shared(self.metadata.load("min"), self.own_mins, self.mins)
+        """Rows of q times the page's scales."""
+        loaded = ptx.load_shared(self.per_lane // 2, self.own_scales, self.parts["scale"])
+        pairs = [loaded] if self.per_lane == 2 else loaded
         for j in range(self.per_lane):
-            scale = ptx.splat_half(words[j // 2], j % 2)
+            scale = ptx.splat_half(pairs[j // 2], j % 2)
             row = ptx.load_shared(4, self.own_queries, 16 * j)
             ptx.store_shared([ptx.hmul2(x, scale) for x in row], self.own_scaled, 16 * j)
         ptx.sync_warp()
 
-    def fragments(self, words: Sequence[Value]) -> list[list[Value]]:
+    def fragments(self, words: Sequence[Value]) -> Tiles:
         """The stage's row tiles out of words of a plane, as A operands."""
         return [field(words, tile) for tile in range(KEY_TILES)]
 
-    def products(self) -> tuple[list[list[Value]], list[Value]]:
+    def products(self) -> tuple[Tiles, list[Value]]:
         """(accumulators of the row tiles, each in its unit; the sum of q times min for the lane's two columns)."""
         zero = [ptx.f32(0.0)] * 4
         bias, scores = zero, [zero] * self.tiles
-        for pair in range(self.plan.head_dim // 32):
+        for pair in range(self.shape.head_dim // 32):
             rows = padded_rows(32) * pair
             scaled = ptx.ldmatrix(4, self.scaled_fragments, rows, transpose=True)
             plain = ptx.ldmatrix(4, self.query_fragments, rows, transpose=True)
             for i in range(2):
-                words = ptx.load_shared(4, self.chunk, self.parts["low"] + ODD_CHUNK * (2 * pair + i))
+                words = ptx.load_shared(4, self.chunk, self.parts["low"] + CHUNK * (2 * pair + i))
                 scores = self._add(scores, words, scaled[2 * i : 2 * i + 2])
-                mins = ptx.ldmatrix(4, self.min_rows, self.mins + 64 * pair + 32 * i, transpose=False)
+                mins = ptx.ldmatrix(4, self.min_rows, self.parts["min"] + 64 * pair + 32 * i, transpose=False)
                 bias = ptx.mma(bias, mins, plain[2 * i : 2 * i + 2])
         return self._boosted(scores), bias[:2]
 
-    def _add(self, scores: list[list[Value]], words: Sequence[Value], operand: list[Value]) -> list[list[Value]]:
+    def _add(self, scores: Tiles, words: Sequence[Value], operand: list[Value]) -> Tiles:
         return [ptx.mma(s, a, operand) for s, a in zip(scores, self.fragments(words), strict=True)]
 
-    def _boosted(self, scores: list[list[Value]]) -> list[list[Value]]:
+    def _boosted(self, scores: Tiles) -> Tiles:
         """Adds the high plane: row b of it belongs to channel x(b), whose row of scaled queries counts four times."""
-        half_tiles = self.plan.fmt.boosted // 8
+        half_tiles = self.shape.fmt.boosted // 8
         for first in range(0, half_tiles, 4):
             count = min(4, half_tiles - first)
             loaded = count if count != 3 else 4  # ldmatrix loads 1, 2 or 4; the fourth repeats an address
-            lane = ptx.bit_and(self.block.lane, 8 * loaded - 1)
+            lane = self.block.lane & (8 * loaded - 1)
             if count == 3:
                 lane = ptx.min_unsigned(lane, 23)
-            slot = ptx.add(self.block.warp_base, lane)
-            channel = ptx.load_shared_byte(slot, self.parts["channels"] + 8 * first)
-            rows = ptx.ldmatrix(loaded, ptx.add(self.scaled, row_offset(channel)), 0, transpose=True)
+            channel = ptx.load_shared_byte(self.block.warp_base + lane, self.parts["channels"] + 8 * first)
+            rows = ptx.ldmatrix(loaded, self.scaled + row_offset(channel), 0, transpose=True)
             rows = [ptx.hmul2(x, ptx.i32(HALF_FOURS)) for x in rows[:count]]
             for i in range(0, count, 2):
                 scores = self._add(scores, self._high_words(first + i), rows[i : i + 2])
@@ -146,49 +149,43 @@ class KeyStage:
 
     def _high_words(self, half_tile: int) -> list[Value]:
         """The words of half tiles ``half_tile`` and the next: four, or two where it is the odd last one."""
-        offset = self.parts["high"] + ODD_CHUNK // 2 * half_tile
-        if half_tile + 1 < self.plan.fmt.boosted // 8:
+        offset = self.parts["high"] + CHUNK // 2 * half_tile
+        if half_tile + 1 < self.shape.fmt.boosted // 8:
             return ptx.load_shared(4, self.chunk, offset)
-        return ptx.load_shared(2, ptx.sub(self.chunk, ptx.mul(self.block.lane, 8)), offset)
+        return ptx.load_shared(2, self.chunk - self.block.lane * 8, offset)
 
     def exponent(self) -> Value:
         """The record's exponent plus that of q; read it before the slot is refilled."""
         record = ptx.load_shared_byte(self.block.warp_base, self.parts["exponent"], signed=True)
-        return ptx.add(record, ptx.load_shared(1, ptx.add(self.block.smem, self.plan.smem.exponents)))
+        return record + ptx.load_shared(1, self.block.smem + self.shape.smem.exponent)
 
-    def logits(self) -> tuple[list[list[Value]], list[Value]]:
+    def logits(self) -> tuple[Tiles, list[Value]]:
         """(accumulators, bias): a logit in powers of two is ``accumulator * factor[tile] + bias``."""
         self.scale_queries()
         scores, bias = self.products()
-        bias = [ptx.fmul(x, ptx.f32(mma_score_factor(self.plan))) for x in bias]
+        bias = [x * self.shape.staged_logit_factor for x in bias]
         exponent = self.exponent()
-        flat = [*bias, *(x for tile in scores for x in tile)]
-
-        def scaled():
-            power = ptx.power_of_two(exponent)
-            return [ptx.fmul(x, power) for x in flat]
-
-        flat = ptx.choose(ptx.not_equal(exponent, 0), scaled, flat)
-        return [flat[i : i + 4] for i in range(2, len(flat), 4)], flat[:2]
+        flat = times_power_of_two([*bias, *flatten(scores)], exponent, exponent)
+        return in_tiles(flat[2:]), flat[:2]
 
     def factor(self, tile: int) -> Value:
-        return ptx.f32(tile_unit(tile) * mma_score_factor(self.plan))
+        return ptx.f32(tile_unit(tile) * self.shape.staged_logit_factor)
 
-    def top(self, scores: list[list[Value]], bias: list[Value]) -> list[Value]:
+    def top(self, scores: Tiles, bias: list[Value]) -> list[Value]:
         """Largest logit of each of the lane's two columns among its own tokens."""
         out, half = [], self.tiles // 2
         for k in range(2):
             # Tiles of the page four apart share a unit: the stage's first and second half.
             same_unit = [[s[i] for s in (scores[t], scores[t + half]) for i in (k, k + 2)] for t in range(half)]
-            tops = [ptx.fmul(ptx.tree(ptx.fmax, xs), self.factor(t)) for t, xs in enumerate(same_unit)]
-            out.append(ptx.fadd(ptx.tree(ptx.fmax, tops), bias[k]))
+            tops = [ptx.tree(ptx.fmax, xs) * self.factor(t) for t, xs in enumerate(same_unit)]
+            out.append(ptx.tree(ptx.fmax, tops) + bias[k])
         return out
 
-    def weights(self, state: Running, scores, bias: list[Value]) -> tuple[list[list[Value]], Running]:
+    def weights(self, state: Running, scores: Tiles, bias: list[Value]) -> tuple[Tiles, Running]:
         """(2**(logit - m) of every tile; the state with their sums added to l)."""
-        shift = [ptx.fsub(bias[k], state.m[k]) for k in range(2)]
+        shift = [bias[k] - state.m[k] for k in range(2)]
         p = [[ptx.ex2(ptx.fma(s[i], self.factor(t), shift[i % 2])) for i in range(4)] for t, s in enumerate(scores)]
-        total = [ptx.fadd(state.l[k], ptx.tree(ptx.fadd, [x for tile in p for x in tile[k::2]])) for k in range(2)]
+        total = [state.l[k] + ptx.tree(operator.add, [x for tile in p for x in tile[k::2]]) for k in range(2)]
         return p, state._replace(l=total)
 
 
@@ -199,12 +196,11 @@ class KeyShareStage(KeyStage):
 
     def __init__(self, block: Block):
         super().__init__(block)
-        self.mask = ptx.i32(0x00030003) << block.warp * 2
-        unit = ptx.power_of_two(ptx.sub(ptx.i32(24), ptx.mul(block.warp, 2)))  # tile_unit(warp)
-        self.unit = ptx.fmul(unit, ptx.f32(mma_score_factor(block.plan)))
+        self.mask = ptx.i32(FIELD) << block.warp * 2
+        self.unit = ptx.power_of_two(24 - block.warp * 2) * self.shape.staged_logit_factor  # tile_unit(warp)
 
-    def fragments(self, words: Sequence[Value]) -> list[list[Value]]:
-        return [[ptx.bit_and(x, self.mask) for x in half] for half in (words, [ptx.shr(x, 8) for x in words])]
+    def fragments(self, words: Sequence[Value]) -> Tiles:
+        return [[x & self.mask for x in half] for half in (words, [x >> 8 for x in words])]
 
     def factor(self, tile: int) -> Value:
         return self.unit
@@ -214,16 +210,18 @@ class ValueStage:
     """Weighted sum of the page in the value slot."""
 
     def __init__(self, block: Block):
-        plan = block.plan
-        self.block, self.plan = block, plan
-        self.parts = {name: plan.smem.value + part.offset for name, part in plan.fmt.value_parts.items()}
-        self.chunk = ptx.add(block.warp_base, ptx.mul(block.lane, 16))
-        self.metadata = MetadataPairs(plan.fmt, self.parts, block.warp_base, ptx.mul(block.g, 16), 16, small=True)
-        self.tiles = plan.head_dim // 16
+        self.block, self.shape = block, block.shape
+        parts = self.shape.fmt.value_parts.items()
+        self.parts = {name: self.shape.smem.value + part.offset for name, part in parts}
+        self.chunk = block.warp_base + block.lane * 16
+        self.own_tokens = block.warp_base + block.g * 16 * 2  # 16 of them, in the parts scale and min
 
-    def operands(self, p: list[list[Value]], bias: list[Value]) -> tuple[list[Value], list[Value]]:
+    def operands(self, p: Tiles, bias: list[Value]) -> tuple[list[Value], list[Value]]:
         """(B operand: p times value scale, two words for each 16 tokens; bias plus p times value min)."""
-        scales, mins = self.metadata.load("scale"), self.metadata.load("min")
+        scales, mins = (
+            [x for i in (0, 16) for x in ptx.load_shared(4, self.own_tokens, self.parts[name] + i)]
+            for name in ("scale", "min")
+        )
         words = []
         for tile, tile_weights in enumerate(p):
             low_high = ptx.unpack_pair(mins[tile], "f16")  # tokens 2 tile and 2 tile + 1 of the lane
@@ -234,43 +232,39 @@ class ValueStage:
                 words.append(ptx.movmatrix(scaled))
         return words, bias
 
-    def accumulate(self, state: Running, p: list[list[Value]]) -> Running:
+    def accumulate(self, state: Running, p: Tiles) -> Running:
         exponent = ptx.load_shared_byte(self.block.warp_base, self.parts["exponent"], signed=True)
-        state = self._times_power(state, ptx.sub(ptx.i32(0), exponent), exponent)
+        state = self._times_power(state, 0 - exponent, exponent)
         words, bias = self.operands(p, state.bias)
-        o = state.o
-        for plane in ("low", "high") if self.plan.fmt.value_bits == 4 else ("low",):
-            operand = [ptx.hmul2(x, ptx.i32(HALF_FOURS)) for x in words] if plane == "high" else words
-            o = self._plane(o, plane, operand)
+        o = self._add_plane(state.o, "low", words)
+        if self.shape.fmt.value_bits == 4:
+            o = self._add_plane(o, "high", [ptx.hmul2(x, ptx.i32(HALF_FOURS)) for x in words])
         return self._times_power(state._replace(bias=bias, o=o), exponent, exponent)
 
-    def _plane(self, o, plane: str, operand: list[Value]):
+    def _add_plane(self, o: Tiles, plane: str, operand: list[Value]) -> Tiles:
         """Adds one 2-bit plane. A word group holds 8 tiles: two half tiles of 4 at D = 64, one half tile of 8 at D =
         128."""
-        groups_a_step = self.tiles // 4  # word groups for the 16 tokens of an mma
-        for chunk in range(self.plan.head_dim // 16):
-            words = ptx.load_shared(4, self.chunk, self.parts[plane] + ODD_CHUNK * chunk)
+        groups_a_step = len(o) // 4  # word groups for the 16 tokens of an mma
+        for chunk in range(self.shape.head_dim // 16):
+            words = ptx.load_shared(4, self.chunk, self.parts[plane] + CHUNK * chunk)
             for i in range(0, 2, groups_a_step):
                 step = (2 * chunk + i) // groups_a_step
-                if groups_a_step == 2:
-                    fragment = lambda t, words=words: field(words, t)  # noqa: E731
-                else:
-                    pair = words[2 * i : 2 * i + 2]
-                    fragment = lambda t, pair=pair: [*field(pair, t), *field(pair, 4 + t)]  # noqa: E731
-                o = [ptx.mma(acc, fragment(t), operand[2 * step : 2 * step + 2]) for t, acc in enumerate(o)]
+                b, out = operand[2 * step : 2 * step + 2], []
+                for tile, accumulator in enumerate(o):
+                    if groups_a_step == 2:
+                        a = field(words, tile)
+                    else:
+                        pair = words[2 * i : 2 * i + 2]
+                        a = [*field(pair, tile), *field(pair, 4 + tile)]
+                    out.append(ptx.mma(accumulator, a, b))
+                o = out
         return o
 
     def _times_power(self, state: Running, power: Value, exponent: Value) -> Running:
         """o and bias times 2**power, where the record's exponent is not 0: around such a page, sums are kept in the
         page's unit."""
-        flat = [*state.bias, *(x for tile in state.o for x in tile)]
-
-        def scaled():
-            factor = ptx.power_of_two(power)
-            return [ptx.fmul(x, factor) for x in flat]
-
-        flat = ptx.choose(ptx.not_equal(exponent, 0), scaled, flat)
-        return state._replace(bias=flat[:2], o=[flat[i : i + 4] for i in range(2, len(flat), 4)])
+        flat = times_power_of_two([*state.bias, *flatten(state.o)], power, exponent)
+        return state._replace(bias=flat[:2], o=in_tiles(flat[2:]))
 
 
 class PageWalk:
@@ -284,36 +278,36 @@ class PageWalk:
 
     def __init__(self, block: Block):
         self.block, self.first, self.stop = block, block.unit, block.value_pages
-        self.row = ptx.address(block.mem.page_table, block.b, 4 * block.plan.pages)
+        self.row = ptx.address(block.mem.page_table, block.b, 4 * block.shape.pages)
         self.slots = RecordSlots(block)
 
     def start(self) -> None:
         """Starts the first copies."""
         block = self.block
         page = self.page(self.first)  # asked for before the sequence's length is known
-        has_page = ptx.less(self.first, self.stop)
+        has_page = self.first < self.stop
         self.slots.fetch_value(has_page, self.slots.record(page))
         wanted = has_page
-        if block.plan.has_edges:
-            wanted = ptx.less(ptx.i32(0), block.key_pages)
-            has_none = ptx.less(ptx.sub(self.stop, 1), self.first)
+        if block.shape.has_edges:
+            wanted = block.key_pages > 0
+            has_none = self.first > self.stop - 1
             (page,) = ptx.choose(has_none, lambda: [self.page(self.stop)], [page])
         self.slots.fetch_key(wanted, self.slots.record(page))
 
     def page(self, index: Value) -> Value:
         """Id of a page of the sequence."""
-        index = ptx.min_unsigned(index, self.block.plan.pages - 1)
+        index = ptx.min_unsigned(index, self.block.shape.pages - 1)
         return ptx.load_global(1, ptx.address(self.row, index, 4))
 
     def next_page(self, index: Value) -> Value:
         """Id of a page; past those of the walk, of the first edge page."""
-        return self.page(ptx.min_signed(index, self.stop))
+        return self.page(ptx.minimum(index, self.stop))
 
 
 def walked_pages(block: Block) -> Value:
     """How many pages the warp's walk has."""
-    units = block.plan.units
-    return ptx.div(ptx.max_signed(ptx.add(ptx.sub(block.value_pages, block.unit), units - 1), 0), units)
+    units = block.shape.units
+    return ptx.maximum(block.value_pages - block.unit + (units - 1), 0) // units
 
 
 def attend_pages(block: Block, walk: PageWalk | None) -> Running:
@@ -321,20 +315,20 @@ def attend_pages(block: Block, walk: PageWalk | None) -> Running:
 
     Returns the partial result, whose o tiles are in units (``tile_unit``).
     """
-    empty = Running.empty(block.plan.head_dim // 16, biased=True)
+    empty = Running.empty(block.shape.head_dim // 16, biased=True)
     if walk is None:
         return empty
-    keys, values, slots, step = KeyStage(block), ValueStage(block), walk.slots, block.plan.units
+    keys, values, slots, step = KeyStage(block), ValueStage(block), walk.slots, block.shape.units
 
     def body(i: Value, next_page: Value, *flat: Value):
         state = Running.of(flat)
-        following, parity, record = ptx.add(i, step), ptx.bit_and(ptx.div(i, step), 1), slots.record(next_page)
-        wanted = ptx.less(following, walk.stop)
-        next_page = walk.next_page(ptx.add(i, 2 * step))
+        following, parity, record = i + step, (i // step) & 1, slots.record(next_page)
+        wanted = following < walk.stop
+        next_page = walk.next_page(i + 2 * step)
         ptx.mbarrier_wait(block.key_barrier, parity)
         scores, bias = keys.logits()
         ptx.sync_warp()
-        slots.fetch_key(None if block.plan.has_edges else wanted, record)
+        slots.fetch_key(None if block.shape.has_edges else wanted, record)
         state = raise_maximum(state, keys.top(scores, bias))
         p, state = keys.weights(state, scores, bias)
         ptx.mbarrier_wait(block.value_barrier, parity)
@@ -343,6 +337,6 @@ def attend_pages(block: Block, walk: PageWalk | None) -> Running:
         slots.fetch_value(wanted, record)
         return [next_page, *state.flat()]
 
-    init = [walk.next_page(ptx.add(walk.first, step)), *empty.flat()]
-    _, *flat = ptx.loop(walk.first, walk.stop, ptx.i32(step), init, body)
+    init = [walk.next_page(walk.first + step), *empty.flat()]
+    _, *flat = ptx.loop(walk.first, walk.stop, step, init, body)
     return Running.of(flat)

@@ -12,12 +12,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from kitty_jax.pallas_kernels.page_format import PageFormat
+import jax
+
+from kitty_jax.pallas_kernels.decode_attention.inputs import DecodeInputs
+from kitty_jax.pallas_kernels.page_format import PageFormat, round_up
 
 COLUMNS = 8
 WARPS = 4
 PAIR_PAGES = 32  # pages of a sequence up to which two blocks are a cluster
 LOG2E = 1.4426950408889634
+KINDS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 # q enters the products with key scales as float16(q * 2**-QUERY_SHIFT). Below 2**QUERY_LIMIT_LOG2 nothing can
 # overflow: 2**(8 - 5) times the largest scale of a page, 2 * 2**13 / 3 (2 bits) or 4 times 2 * 2**13 / 15 (4 bits), is
@@ -38,7 +42,7 @@ def padded_rows(count: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodePlan:
+class KernelShape:
     """Static shape of one decode-attention call.
 
     Attributes:
@@ -67,11 +71,51 @@ class DecodePlan:
     scale: float
     kind: str
     out_kind: str
-    insert: bool = False
+    insert: bool
+
+    @classmethod
+    def of(cls, inputs: DecodeInputs, scale: float, splits: int = 0, insert: bool = False) -> KernelShape:
+        """The shape of a call; ``splits`` 0 is the device's choice."""
+        kv, (batch, tokens, heads, _) = inputs.kv, inputs.q.shape
+        pool, kv_heads, _ = kv.key_pages.shape
+        shape = cls(
+            fmt=kv.fmt,
+            batch=batch,
+            tokens=tokens,
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            pages=inputs.page_table.shape[1] if pool else 0,
+            pool=pool,
+            sink=kv.sink,
+            window=kv.window,
+            splits=splits or 1,
+            scale=float(scale),
+            kind="bf16" if kv.tail_keys.dtype.name == "bfloat16" else "f16",
+            out_kind=KINDS[inputs.q.dtype.name],
+            insert=insert,
+        )
+        if splits:
+            return shape
+        return dataclasses.replace(shape, splits=choose_splits(shape.work_items, shape.pages, shape.smem.total))
 
     @property
     def head_dim(self) -> int:
         return self.fmt.head_dim
+
+    @property
+    def heads(self) -> int:
+        """N, query heads."""
+        return self.kv_heads * self.group
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one head of a query or full-precision token."""
+        return 2 * self.head_dim
+
+    @property
+    def ring_slots(self) -> int:
+        """R + G."""
+        return self.window + self.fmt.page
 
     @property
     def columns(self) -> int:
@@ -122,28 +166,28 @@ class DecodePlan:
         """From q . k to a power of two's exponent."""
         return self.scale * LOG2E
 
+    @property
+    def staged_logit_factor(self) -> float:
+        """The same from products of the staged q."""
+        return self.logit_factor * 2.0**QUERY_SHIFT
+
     @functools.cached_property
     def smem(self) -> SharedMemory:
         return SharedMemory.of(self.fmt)
 
 
-def _round_up(x: int, multiple: int) -> int:
-    return -(-x // multiple) * multiple
-
-
 @dataclasses.dataclass(frozen=True)
 class SharedMemory:
-    """Byte offsets. Of the block: query rows, merge statistics, exponents of q; of a warp, from its base: key record,
-    value record, scaled query rows, mins as float16 where the record has them otherwise, barriers."""
+    """Byte offsets. Of the block: query rows, merge statistics, exponent of q; of a warp, from its base: key record,
+    value record, scaled query rows, barriers."""
 
     stats: int
-    exponents: int
+    exponent: int
     warps: int
     warp_bytes: int
     key: int
     value: int
     scaled: int
-    mins: int
     barriers: int
 
     @property
@@ -155,11 +199,38 @@ class SharedMemory:
         # Query rows [D][8 columns] float16 come first, at 0. A tile of statistics is 8 maxima and 8 sums; up to 2 a
         # warp, and the total.
         stats = padded_rows(fmt.head_dim)
-        exponents = stats + (2 * WARPS + 1) * 2 * COLUMNS * 4
-        warps = _round_up(exponents + 4 * WARPS, 128)
+        exponent = stats + (2 * WARPS + 1) * 2 * COLUMNS * 4
+        warps = round_up(exponent + 4 * WARPS, 128)
         partial = 4 * COLUMNS * fmt.head_dim  # what a warp has at the end lies in its slots
-        value = _round_up(max(4 * fmt.key_words, partial), 128)
-        scaled = value + _round_up(max(4 * fmt.value_words, partial), 128)
-        mins = scaled + padded_rows(fmt.head_dim)
-        barriers = mins + (0 if fmt.metadata == "float16" else 2 * fmt.head_dim)
-        return cls(stats, exponents, warps, _round_up(barriers + 16, 128), 0, value, scaled, mins, barriers)
+        value = round_up(max(4 * fmt.key_words, partial), 128)
+        scaled = value + round_up(max(4 * fmt.value_words, partial), 128)
+        barriers = scaled + padded_rows(fmt.head_dim)
+        return cls(stats, exponent, warps, round_up(barriers + 16, 128), 0, value, scaled, barriers)
+
+
+# ---------------------------------------------------------------- splits
+MULTIPROCESSORS = {"NVIDIA H100 PCIe": 114}  # of a device kind; an H100 or H200 SXM has 132
+BLOCKS_PER_MULTIPROCESSOR = 4  # registers set it; shared memory may lower it
+SHARED_MEMORY = 233_472  # bytes a multiprocessor has for its blocks (compute capability 9.0)
+RESERVED_PER_BLOCK = 1_024
+WHOLE_PAGES = 4  # pages of a sequence up to which one block takes it: a second kernel would cost more
+LONG_PAGES = 64  # pages of a warp, without splits, from which a sequence is long
+LONG_WAVES, SHORT_WAVES = 2.0, 0.5  # blocks to aim at, in blocks the device runs at once
+
+
+def choose_splits(work_items: int, pages: int, smem_bytes: int) -> int:
+    """Blocks that share one sequence and KV head, as measured best on an H200.
+
+    Lengths are not known when the kernel is built, so the longest sequence that the page table has room for counts.
+    One block a work item is best where that fills the device: nothing has to be merged. Two are a cluster where there
+    is a multiprocessor for each.
+    """
+    multiprocessors = MULTIPROCESSORS.get(jax.devices()[0].device_kind, 132)
+    per_sm = max(1, min(BLOCKS_PER_MULTIPROCESSOR, SHARED_MEMORY // (smem_bytes + RESERVED_PER_BLOCK)))
+    slots = multiprocessors * per_sm
+    if work_items >= slots or pages <= WHOLE_PAGES:
+        return 1
+    if pages <= PAIR_PAGES:
+        return 2 if work_items <= multiprocessors else 1
+    waves = LONG_WAVES if work_items * pages // WARPS > LONG_PAGES * slots // 4 else SHORT_WAVES
+    return max(1, min(-(-pages // WARPS), round(waves * slots / work_items)))
