@@ -27,9 +27,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic, make_plan
+from kitty_jax.pallas_kernels.decode_attention.inputs import DecodeInputs
+from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic
 from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
-from kitty_jax.pallas_kernels.decode_attention.tuning import DecodeTuning, decode_tuning
+from kitty_jax.pallas_kernels.decode_attention.shape import KernelShape
 from kitty_jax.pallas_kernels.page_format import LayerKV, PageFormat
 from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 from scripts.bench_data import random_records
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     decode.add_argument("--head-dim", type=whole(1), default=128, help="of --shape")
     decode.add_argument("--boosted", type=whole(0), default=32, help="of --shape")
     decode.add_argument("--new", type=whole(1), default=1, help="new tokens a sequence, of --shape")
-    decode.add_argument("--sweep-splits", type=_sizes, default="0", help="such as 1,2,4; 0 is the tuning's choice")
+    decode.add_argument("--sweep-splits", type=_sizes, default="0", help="such as 1,2,4; 0 is the kernel's choice")
     decode.add_argument("--no-check", action="store_true", help="leave the comparison with the reference out")
     decode.add_argument("--no-baseline", action="store_true", help="leave cuDNN out")
     decode.set_defaults(bench=bench_decode)
@@ -131,7 +132,7 @@ def bench_decode(options: argparse.Namespace) -> Iterator[dict]:
     for shape in given or DECODE_SHAPES:
         cudnn = None if options.no_baseline else time_cudnn(shape)
         for splits in options.sweep_splits:
-            yield decode_row(shape, dataclasses.replace(decode_tuning(), splits=splits), cudnn)
+            yield decode_row(shape, splits, cudnn)
 
 
 def check_decode(shape: DecodeShape, splits: int) -> float:
@@ -139,7 +140,7 @@ def check_decode(shape: DecodeShape, splits: int) -> float:
     q, operands = decode_operands(shape, 1, seed=1)
     scale = shape.fmt.head_dim**-0.5
     reference = functools.partial(decode_attention, scale=scale, implementation="xla")
-    kernel = functools.partial(decode_attention_mosaic, scale=scale, tuning=DecodeTuning(splits=splits))
+    kernel = functools.partial(decode_kernel, scale=scale, splits=splits)
     want, got = (
         np.asarray(jax.jit(functools.partial(decode_call(shape, call), 0))(q.astype(jnp.float32), operands), np.float64)
         for call in (reference, kernel)
@@ -147,17 +148,23 @@ def check_decode(shape: DecodeShape, splits: int) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def decode_row(shape: DecodeShape, tuning: DecodeTuning, cudnn: Time | None) -> dict:
+def decode_kernel(*arrays, scale: float, splits: int) -> jax.Array:
+    """decode_attention by the kernel, with as many splits as are named."""
+    return decode_attention_mosaic(DecodeInputs(*arrays), scale, splits)[0]
+
+
+def decode_row(shape: DecodeShape, splits: int, cudnn: Time | None) -> dict:
     """Times the kernel; a row of the table."""
     sets, scale = rotating_sets(shape.bytes_read), shape.fmt.head_dim**-0.5
     q, operands = decode_operands(shape, sets)
-    call = functools.partial(decode_attention_mosaic, scale=scale, tuning=tuning)
+    call = functools.partial(decode_kernel, scale=scale, splits=splits)
     time = time_chained(decode_call(shape, call), q, operands, calls=_calls(sets, 4 * shape.bytes_read))
-    pages, tables, buffers, *_ = operands
+    pages, tables, buffers, *lengths = operands
     layer = LayerKV(*pages, *buffers[0][:4], fmt=shape.fmt)
+    inputs = DecodeInputs(q, *buffers[0][4:], layer, tables[0], *lengths)
     row = {"B": shape.batch, "tokens": shape.tokens, "K": shape.kv_heads, "Q": shape.group, "T": shape.new}
     row |= {"D": shape.fmt.head_dim, "C": shape.fmt.boosted}
-    row |= {"splits": make_plan(q, layer, tables[0], scale, tuning).splits, **time.columns(shape.bytes_read)}
+    row |= {"splits": KernelShape.of(inputs, scale, splits).splits, **time.columns(shape.bytes_read)}
     if cudnn:
         row |= {"cudnn_us": round(cudnn.median * 1e6, 1), "speedup": round(cudnn.median / time.median, 2)}
     return row

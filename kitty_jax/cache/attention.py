@@ -24,7 +24,7 @@ from kitty_jax.cache.mesh import on_mesh, partition_specs
 from kitty_jax.cache.quantized_cache import append_chunk, count_queries, insert_token, take_rows
 from kitty_jax.cache.rotation import rotate
 from kitty_jax.cache.state import FullLayer, Layer, QuantizedLayer
-from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention, decode_attention_insert
+from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
 from kitty_jax.pallas_kernels.implementation import Implementation
 from kitty_jax.pallas_kernels.ordering import not_before, ordered
 
@@ -113,7 +113,8 @@ def _attend_token(step: Step, layer: Layer, q: Array, k: Array, v: Array) -> tup
         layer = insert_token(layer, k[:, 0], v[:, 0], step.lengths, active)
         return _decode_full(q, layer, step.lengths), layer
     facts = (step.page_table, step.lengths, step.num_new)
-    out, kv = decode_attention_insert(q, k, _turn(layer, v), layer.kv, *facts, implementation=step.implementation)
+    options = {"implementation": step.implementation, "insert": True}
+    out, kv = decode_attention(q, k, _turn(layer, v), layer.kv, *facts, **options)
     layer = dataclasses.replace(layer, kv=kv)
     return _turn(layer, out), count_queries(layer, step.lengths, active, q[:, 0])
 

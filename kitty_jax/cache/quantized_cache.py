@@ -18,7 +18,7 @@ from kitty_jax.cache.mesh import on_mesh, partition_specs
 from kitty_jax.cache.query_statistic import add_chunk, add_token, squared_queries
 from kitty_jax.cache.selection import key_quantization
 from kitty_jax.cache.state import FullLayer, KVState, Layer, QuantizedLayer
-from kitty_jax.pallas_kernels.decode_attention import reference_insert as insert
+from kitty_jax.pallas_kernels.decode_attention import insert_token as insert
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
 from kitty_jax.pallas_kernels.ordering import not_before, zero
 from kitty_jax.pallas_kernels.page_format import BUFFERS, LayerKV
