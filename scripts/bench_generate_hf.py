@@ -87,11 +87,10 @@ def _equal_batch(asked: SimpleNamespace, runner: Runner) -> Iterator[dict[str, A
 
 
 class Runner:
-    """A model and, at times, a cache of ``batch`` sequences."""
+    """A model and, at times, a cache."""
 
     def __init__(self, asked: SimpleNamespace, layers: int):
         self.asked, self.layers, self.capacity = asked, layers, asked.capacity
-        self.static = asked.method == "hf-static"
         config = {**asked.config, "num_hidden_layers": layers}
         kind = config.pop("model_type")
         config.pop("layer_types", None)  # derived from the number of layers
@@ -112,7 +111,7 @@ class Runner:
         self.head_dim = getattr(self.config, "head_dim", None) or each
         self.token_bytes = 2 * 2 * layers * self.heads * self.head_dim
         self.margin = asked.steps * (asked.repeats + 1)  # tokens that a sample adds
-        self.cache, self.batch = None, 0
+        self.cache = None
 
     def largest_guess(self, budget: int) -> int:
         """Weights, cache and logits; whether that fits is found by trying."""
@@ -122,31 +121,23 @@ class Runner:
 
     def drop(self) -> None:
         """Frees the cache."""
-        self.cache, self.batch = None, 0
+        self.cache = None
         _forget()
 
     def new_cache(self):
         """An empty cache of the method's kind."""
-        if self.static:
+        if self.asked.method == "hf-static":
             return transformers.StaticCache(config=self.config, max_cache_len=self.capacity)
         return transformers.DynamicCache(config=self.config)
 
     def fill(self, batch: int, length: int) -> None:
         """A cache of ``length`` random tokens in each sequence."""
-        if not (self.static and self.batch == batch):  # a static cache always has the same size: only its end moves
-            self.drop()
-            self.cache, self.batch = self.new_cache(), batch
-            for layer in self.cache.layers:
-                keys, values = (_normal((batch, self.heads, 1 if self.static else length, self.head_dim)) for _ in "kv")
-                layer.lazy_initialization(keys, values)
-                if self.static:
-                    layer.keys.normal_()
-                    layer.values.normal_()
-                else:
-                    layer.keys, layer.values = keys, values
-        if self.static:
-            for layer in self.cache.layers:
-                layer.cumulative_length.fill_(length)
+        self.drop()
+        self.cache = self.new_cache()
+        shape = (batch, self.heads, length, self.head_dim)
+        for layer in range(self.layers):
+            keys, values = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+            self.cache.update(keys, values, layer)
 
     @torch.inference_mode()
     def steps(self, tokens: torch.Tensor, count: int) -> tuple[float, torch.Tensor]:
@@ -186,10 +177,6 @@ class Runner:
         self.drop()
         row = {"kind": "prefill", "seconds": statistics.median(times[1:]), "low_s": min(times[1:])}
         return row | {"high_s": max(times[1:]), "tokens": batch * self.asked.prompt}
-
-
-def _normal(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
 
 
 def _wait() -> None:

@@ -9,6 +9,7 @@ bytes ends it. Short runs are mostly compilation; JAX_COMPILATION_CACHE_DIR=FOLD
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -99,13 +100,11 @@ def run(options: argparse.Namespace) -> None:
     say(f"compiled in {compile_seconds:.1f} s")
 
     titles = [f"[{i + 1}] {' '.join(p.split())[:70]}" for i, p in enumerate(prompts)] if len(prompts) > 1 else None
-    out = open(os.devnull, "w") if options.json else sys.stdout
-    hidden = slots == len(prompts) or not sys.stderr.isatty()
-    with tqdm(total=len(prompts), unit="prompt", file=sys.stderr, disable=hidden) as bar:
-        texts_out = InOrder(titles, out if hidden else Lines(out))
-        sequences, texts, times = stream_texts(pieces, len(prompts), tokenizer, texts_out, bar.update)
-    if options.json:
-        out.close()
+    with (
+        open(os.devnull, "w") if options.json else contextlib.nullcontext(sys.stdout) as out,
+        tqdm(total=len(prompts), unit="prompt", disable=None if options.json else True) as bar,  # None: not a terminal
+    ):
+        sequences, texts, times = stream_texts(pieces, len(prompts), tokenizer, InOrder(titles, out), bar.update)
     size = cache_bytes(cache, model.config, batch=slots, capacity=capacity)
     report = {
         "model": str(options.model),
@@ -189,22 +188,6 @@ def loading(path: str) -> Callable[[int, int, str], None] | None:
         print(text, end="\n" if done == total else "", file=sys.stderr, flush=True)
 
     return show
-
-
-class Lines:
-    """Whole lines for a terminal that shows a progress bar too, which stays below them."""
-
-    def __init__(self, out):
-        self._out, self._rest = out, ""
-
-    def write(self, text: str) -> None:
-        lines, end, self._rest = (self._rest + text).rpartition("\n")
-        if end:
-            with tqdm.external_write_mode(file=self._out):
-                self._out.write(lines + end)
-
-    def flush(self) -> None:
-        self._out.flush()
 
 
 def stream_texts(
