@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from kitty_jax.cache.config import CacheConfig, layer_configs
 from kitty_jax.cache.state import KVState, init_state
 from kitty_jax.cache.steps import FunctionalModel, decode_step, prefill
-from kitty_jax.inference.prompt_steps import plan_prefill
+from kitty_jax.inference.prompt_steps import prompt_steps
 from scripts.bench_data import random_state
 from scripts.bench_timing import Time
 
@@ -144,7 +144,7 @@ class Prompts:
         rng = np.random.default_rng(0)
         ids = rng.integers(0, loop.model.config.vocab_size, (loop.batch, length)).astype(np.int32)
         self.loop, self.tokens = loop, ids.size
-        self.steps = plan_prefill(list(ids), range(loop.batch), batch=loop.batch, budget=budget)
+        self.steps = prompt_steps(list(ids), range(loop.batch), batch=loop.batch, budget=budget)
         self._programs = {}
 
     def compile(self) -> Iterator[dict[str, Any]]:

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     open_checkpoint(options.model)
     tokenizer = load_tokenizer(options.model)
     ids = encode_prompts(tokenizer, prompts, chat=options.chat)
-    lengths = check_prompts(ids).lengths
+    lengths = [len(prompt) for prompt in check_prompts(ids)]
     capacity = check_capacity(lengths, options.max_new_tokens, options.capacity)
     ends = {*stop_token_ids(options.model), tokenizer.eos_token_id} - {None}
     eos = () if options.ignore_eos else sorted(ends)
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     begin = time.perf_counter()
     model = load_model(options.model, dtype=options.dtype, progress=loading(options.model))
     load_seconds = time.perf_counter() - begin
-    longest = int(lengths.max()) + options.max_new_tokens
+    longest = max(lengths) + options.max_new_tokens
     if longest > model.config.max_position:
         say(f"note: up to {longest} tokens, but the model was made for {model.config.max_position}")
     slots = min(len(prompts), options.slots or SLOTS)
@@ -203,7 +203,7 @@ def stream_texts(
     sequences, texts = [[] for _ in range(count)], [""] * count
     streams = [TextStream(to_text) for _ in range(count)]
     begin, first = time.perf_counter(), None
-    for row, new, last in pieces:
+    for row, new, last, *_ in pieces:
         first = first or time.perf_counter() - begin
         sequences[row] += new
         text = streams[row].push(new) + (streams[row].finish() if last else "")

@@ -16,8 +16,9 @@ from typing import Any
 
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.inference.engine import Engine, EngineResult, Request
+from kitty_jax.inference.prompts import check_capacity
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
-from kitty_jax.research.tasks.batches import CHUNK, Completion, Prompt, complete, shape_of
 from kitty_jax.research.tasks.protocol import Protocol
 from kitty_jax.research.tasks.results import open_results
 
@@ -168,9 +169,8 @@ def answer_items(
     items: Sequence[Item],
     protocol: Protocol,
     settings: Mapping[str, Any],
-    row_of: Callable[[Item, Completion], Mapping[str, Any]],
+    row_of: Callable[[Item, EngineResult], Mapping[str, Any]],
     stops: Sequence[str] = (),
-    chunk: int = CHUNK,
 ) -> dict[str, list[dict[str, Any]]]:
     """Answers the items under every cache, as far as the files in ``arguments.out`` do not hold the answers already.
 
@@ -183,7 +183,6 @@ def answer_items(
         settings: what else decides an answer.
         row_of: the row of an item's completion; "item", "repeat", "text", "tokens" and "ended" are added.
         stops: texts that end an answer.
-        chunk: as in :func:`.batches.complete`.
 
     Returns:
         By cache, the rows of the items in their order, repeat by repeat.
@@ -191,8 +190,18 @@ def answer_items(
     import jax
 
     work = [(item, repeat) for repeat in range(protocol.repeats) for item in items]
-    prompts = [Prompt(item.ids, (arguments.seed + item.number + _SEEDS * repeat) % 2**32) for item, repeat in work]
-    shape = shape_of(prompts, protocol.max_new_tokens, checkpoint.config.max_position)
+    new = protocol.max_new_tokens
+    requests = [
+        Request(item.ids, new, (arguments.seed + item.number + _SEEDS * repeat) % 2**32, stops) for item, repeat in work
+    ]
+    longest = max(items, key=lambda item: len(item.ids))
+    if len(longest.ids) + new > checkpoint.config.max_position:
+        raise ValueError(
+            f"prompt {longest.name} has {len(longest.ids)} tokens, and with max_new_tokens {new} needs "
+            f"{len(longest.ids) + new} positions; the model was made for {checkpoint.config.max_position}. Lower "
+            "max_new_tokens"
+        )
+    capacity = check_capacity([len(longest.ids)], new, None)
     keys = [item.name if repeat == 0 else f"{item.name}#{repeat}" for item, repeat in work]
     settings = {**settings, **checkpoint.settings(), **protocol.settings(), "seed": arguments.seed}
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "batch": arguments.batch}
@@ -205,25 +214,22 @@ def answer_items(
             if len(missing) < len(keys):
                 say(f"{name}: {len(keys) - len(missing)} of {len(keys)} answers are in {path}")
             if missing:
-                done = complete(
+                engine = Engine(
                     checkpoint.model,
-                    checkpoint.decode,
-                    [prompts[i] for i in missing],
-                    batch=arguments.batch,
-                    max_new_tokens=protocol.max_new_tokens,
-                    shape=shape,
-                    stops=stops,
-                    chunk=chunk,
-                    progress=Progress(name),
+                    slots=arguments.batch,
+                    capacity=capacity,
+                    decode=checkpoint.decode,
                     cache=cache,
                     sampler=protocol.sampler(),
                     eos=checkpoint.eos,
                     implementation=arguments.implementation,
                 )
-                for got in done:
-                    item, repeat = work[missing[got.index]]
-                    common = {"item": item.name, "repeat": repeat, "tokens": got.tokens, "ended": got.ended}
-                    results.append(keys[missing[got.index]], {**common, **row_of(item, got), "text": got.text})
+                progress = Progress(name)
+                for done, (index, got) in enumerate(engine.as_completed([requests[i] for i in missing]), 1):
+                    item, repeat = work[missing[index]]
+                    common = {"item": item.name, "repeat": repeat, "tokens": len(got.tokens), "ended": got.ended}
+                    results.append(keys[missing[index]], {**common, **row_of(item, got), "text": got.text})
+                    progress(done, len(missing))
             out[name] = [results.rows[key] for key in keys]
     return out
 

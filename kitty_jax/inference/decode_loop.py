@@ -1,6 +1,6 @@
 """The device side of generation: prompt steps and one decode loop, pure functions of a typed state.
 
-:func:`start` runs some prompts, or a piece of them, and samples the first token of those that end in it.
+:func:`start` runs some prompts, or a part of them, and samples the first token of those that end in it.
 :func:`advance` decodes until every sequence has ended or has as many new tokens as asked for. That number is a run-time
 value for each sequence, so ``generate``, ``stream`` and the engine are the same compiled loop, called once or often.
 """
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from kitty_jax.cache.mesh import constrain_to, partition_specs
 from kitty_jax.cache.pool import fork, release
-from kitty_jax.cache.state import KVShape, KVState, init_state
+from kitty_jax.cache.state import KVShape, KVState, constrain, init_state
 from kitty_jax.cache.steps import FunctionalModel, decode_step, of_rows, prefill
 from kitty_jax.inference.sampling import Sampler, row_keys, step_keys
 from kitty_jax.pallas_kernels.implementation import Implementation
@@ -46,7 +46,7 @@ class SamplingState:
     keys: Array
 
     @property
-    def going(self) -> Array:
+    def active(self) -> Array:
         """bool [B], sequences that have begun and have neither ended nor run out of cache."""
         return (self.num_new > 0) & ~(self.finished | self.cache.exhausted)
 
@@ -83,16 +83,18 @@ def _constrain(run: SamplingState) -> SamplingState:
     return dataclasses.replace(run, **constrain_to(run.cache.mesh, arrays, partition_specs(arrays)))
 
 
-def vacate(run: SamplingState, done: Array, seeds: Array) -> SamplingState:
-    """Empties the sequences where ``done`` bool [B] for new prompts, which draw from ``seeds`` uint32 [B]."""
+def reset(run: SamplingState, done: Array, retry: Array, seeds: Array) -> SamplingState:
+    """Empties the sequences where ``done`` bool [B] for new prompts, which draw from ``seeds`` uint32 [B]. Those where
+    ``retry`` bool [B] were refused a page and try again; their token of that step was kept."""
     keys = jax.random.wrap_key_data(
         jnp.where(done[:, None], jax.random.key_data(row_keys(seeds)), jax.random.key_data(run.keys)),
         impl="threefry2x32",
     )
+    cache = release(run.cache, done)
     return _constrain(
-        SamplingState(
-            cache=release(run.cache, done),
-            last=run.last,
+        dataclasses.replace(
+            run,
+            cache=constrain(dataclasses.replace(cache, exhausted=cache.exhausted & ~retry)),
             tokens=jnp.where(done[:, None], NO_TOKEN, run.tokens),
             num_new=jnp.where(done, 0, run.num_new),
             finished=run.finished & ~done,
@@ -144,18 +146,18 @@ def start(
         rows = jnp.where(source < batch, source + copy, batch)
         cache = fork(cache, source, jnp.where(copy > 0, rows, batch))
         logits = jnp.repeat(logits, copies, axis=0)
-    active = ~cache.exhausted.at[rows].get(mode="fill", fill_value=True)
-    rows = jnp.where(active, rows, batch)
+    has_room = ~cache.exhausted.at[rows].get(mode="fill", fill_value=True)
+    rows = jnp.where(has_room, rows, batch)
     token = sampler(logits, step_keys(run.keys[jnp.minimum(rows, batch - 1)], jnp.int32(0)))
     ended = jnp.any(token[:, None] == eos, axis=1)
     return _constrain(
-        SamplingState(
+        dataclasses.replace(
+            run,
             cache=cache,
             last=run.last.at[rows].set(token, mode="drop"),
             tokens=run.tokens.at[rows, 0].set(token, mode="drop"),
             num_new=run.num_new.at[rows].set(1, mode="drop"),
             finished=run.finished.at[rows].set(ended, mode="drop"),
-            keys=run.keys,
         )
     )
 
@@ -175,49 +177,45 @@ def advance(
     ``stop_on_end``: bool [], return as soon as any sequence is done, so that another can take its place.
     """
 
-    def active(run: SamplingState) -> Array:
-        return run.going & (run.num_new < until)
+    def behind(run: SamplingState) -> Array:
+        return run.active & (run.num_new < until)
 
-    at_first = jnp.sum(active(run), dtype=jnp.int32)
+    at_first = jnp.sum(behind(run), dtype=jnp.int32)
 
     def unfinished(run: SamplingState) -> Array:
-        left = jnp.sum(active(run), dtype=jnp.int32)
+        left = jnp.sum(behind(run), dtype=jnp.int32)
         return (left > 0) & ~(stop_on_end & (left < at_first))
 
-    def body(run: SamplingState) -> SamplingState:
-        logits, cache = decode_step(model, run.cache, run.last, active(run), implementation=implementation)
-        return _add_token(run, cache, logits, active(run) & ~cache.exhausted, sampler, eos)
-
-    return jax.lax.while_loop(unfinished, body, run)
-
-
-def _add_token(run: SamplingState, cache: KVState, logits: Array, active: Array, sampler: Sampler, eos: Array):
-    """Adds one token to the ``active`` sequences."""
-    token = jnp.where(active, sampler(logits, step_keys(run.keys, run.num_new)), run.last)
-    place = jnp.where(active, run.num_new, run.tokens.shape[1])
-    return _constrain(
-        SamplingState(
-            cache=cache,
-            last=token,
-            tokens=run.tokens.at[jnp.arange(token.shape[0]), place].set(token, mode="drop"),
-            num_new=run.num_new + active.astype(jnp.int32),
-            finished=run.finished | (active & jnp.any(token[:, None] == eos, axis=1)),
-            keys=run.keys,
+    def add_token(run: SamplingState) -> SamplingState:
+        logits, cache = decode_step(model, run.cache, run.last, behind(run), implementation=implementation)
+        added = behind(run) & ~cache.exhausted
+        token = jnp.where(added, sampler(logits, step_keys(run.keys, run.num_new)), run.last)
+        place = jnp.where(added, run.num_new, run.tokens.shape[1])
+        return _constrain(
+            dataclasses.replace(
+                run,
+                cache=cache,
+                last=token,
+                tokens=run.tokens.at[jnp.arange(token.shape[0]), place].set(token, mode="drop"),
+                num_new=run.num_new + added.astype(jnp.int32),
+                finished=run.finished | (added & jnp.any(token[:, None] == eos, axis=1)),
+            )
         )
-    )
+
+    return jax.lax.while_loop(unfinished, add_token, run)
 
 
 def progress(run: SamplingState, first: Array, *, size: int) -> tuple[Array, Array]:
     """What the host reads of a running batch: tokens int32 [B, size] from place ``first`` int32 [] or [B] on; bool [B],
-    which sequences are going."""
+    which sequences are active."""
     places = jnp.broadcast_to(first, run.num_new.shape)[:, None] + jnp.arange(size, dtype=jnp.int32)
     rows = jnp.arange(places.shape[0])[:, None]
-    return run.tokens.at[rows, places].get(mode="fill", fill_value=NO_TOKEN), run.going
+    return run.tokens.at[rows, places].get(mode="fill", fill_value=NO_TOKEN), run.active
 
 
 # One jit of each for the whole process: calls with equal shapes share what was compiled.
 jit_init = jax.jit(init_sampling, static_argnames=("cache", "shape", "batch", "capacity", "room", "pool_pages", "mesh"))
-jit_vacate = jax.jit(vacate, donate_argnames="run")
+jit_reset = jax.jit(reset, donate_argnames="run")
 jit_start = jax.jit(start, static_argnames=("fresh", "copies", "implementation"), donate_argnames="run")
 jit_advance = jax.jit(advance, static_argnames="implementation", donate_argnames="run")
 jit_progress = jax.jit(progress, static_argnames="size")

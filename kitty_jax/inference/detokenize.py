@@ -15,7 +15,7 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str], *, chat: bool = False
     Args:
         tokenizer: a Hugging Face tokenizer, as :func:`kitty_jax.models.tokenizer.load_tokenizer` returns.
         prompts: B texts.
-        chat: make each prompt the user's turn of a conversation, by the tokenizer's chat template.
+        chat: make each prompt what the user says in a conversation, by the tokenizer's chat template.
 
     Raises:
         ValueError: ``chat`` without a chat template, or a template that refuses a prompt.
@@ -24,10 +24,10 @@ def encode_prompts(tokenizer: Any, prompts: Sequence[str], *, chat: bool = False
         return [list(tokenizer(prompt)["input_ids"]) for prompt in prompts]
     if not tokenizer.chat_template:
         raise ValueError("this checkpoint has no chat template; give prompts as plain text, without chat")
-    return [_encode_turn(tokenizer, prompt) for prompt in prompts]
+    return [_encode_chat(tokenizer, prompt) for prompt in prompts]
 
 
-def _encode_turn(tokenizer: Any, prompt: str) -> list[int]:
+def _encode_chat(tokenizer: Any, prompt: str) -> list[int]:
     import jinja2
 
     try:
@@ -43,7 +43,8 @@ def _encode_turn(tokenizer: Any, prompt: str) -> list[int]:
 class TextStream:
     """Turns the ids of one sequence into text piece by piece; the pieces join to what decoding all ids at once gives.
 
-    A character whose bytes are spread over several tokens comes when it is complete. ``decode`` takes a list of ids.
+    A character whose bytes are spread over several tokens comes when it is complete: some decoders put one mark for
+    what is there of it, some put one for each byte. ``decode`` takes a list of ids.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]):
@@ -55,20 +56,47 @@ class TextStream:
         """The text that the next ids complete, maybe none."""
         self._window.extend(ids)
         text = self._decode(self._window)
-        # Only the last character can be incomplete: bytes before it are followed by something already.
-        end = len(text) - text.endswith(_INCOMPLETE)
+        end = len(text.rstrip(_INCOMPLETE))
         piece = text[self._given : end]
         self._given = max(self._given, end)
         if end == len(text) and len(self._window) > 4 * _CONTEXT:
-            self._window = self._window[-_CONTEXT:]
-            self._given = len(self._decode(self._window))
+            for size in range(_CONTEXT, _CONTEXT + 4):  # the last ids, from the beginning of a character on
+                tail = self._decode(self._window[-size:])
+                if text.endswith(tail):
+                    self._window, self._given = self._window[-size:], len(tail)
+                    break
         return piece
 
     def finish(self) -> str:
-        """What is left at the end: the mark of an incomplete character, if there is one."""
+        """What is left at the end: the marks of an incomplete character, if there is one."""
         piece = self._decode(self._window)[self._given :]
         self._window, self._given = [], 0
         return piece
+
+
+class StoppedText:
+    """The growing text of a sequence, cut before the first of its stop strings."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()):
+        self._stream, self._stop = TextStream(decode), tuple(stop)
+        self._reach = max(map(len, self._stop), default=1) - 1
+        self._text, self._cut = "", None
+
+    def push(self, ids: Iterable[int]) -> bool:
+        """Whether the ids complete a stop string."""
+        return self._add(self._stream.push(ids))
+
+    def finish(self) -> str:
+        """All of the text, up to the stop string."""
+        if self._cut is None:
+            self._add(self._stream.finish())
+        return self._text[: self._cut]
+
+    def _add(self, piece: str) -> bool:
+        start = max(len(self._text) - self._reach, 0)
+        self._text += piece
+        self._cut = min((at for stop in self._stop if (at := self._text.find(stop, start)) >= 0), default=None)
+        return self._cut is not None
 
 
 class InOrder:

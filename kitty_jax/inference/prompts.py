@@ -1,8 +1,7 @@
-"""What goes into ``generate``, checked on the host before anything compiles, and padded to shapes that recur."""
+"""Checks, on the host and before anything compiles, of prompts and of what goes with them."""
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 from collections.abc import Sequence
 
@@ -22,26 +21,16 @@ def bucket(n: int) -> int:
     return -(-n // step) * step
 
 
-@dataclasses.dataclass(frozen=True)
-class Prompts:
-    """Checked prompts: ``tokens`` int32 [B, T], right-padded with 0; ``lengths`` int32 [B], each from 1 to T."""
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-
-    @property
-    def batch(self) -> int:
-        """B, number of sequences."""
-        return self.tokens.shape[0]
-
-
-def check_prompts(token_ids, lengths=None, vocab_size: int | None = None) -> Prompts:
-    """Checks token ids and pads them.
+def check_prompts(token_ids, lengths=None, vocab_size: int | None = None) -> list[np.ndarray]:
+    """Checks token ids.
 
     Args:
         token_ids: integers [B, T], right-padded, or a sequence of B sequences of integers.
         lengths: integers [B], real tokens of each row, 1 to its size; by default every row is as long as it is given.
         vocab_size: V; ids must be below it. Padding is not looked at.
+
+    Returns:
+        The ids of each prompt, int32 [length].
 
     Raises:
         ValueError: says which row is wrong, what it holds and what was wanted.
@@ -49,22 +38,18 @@ def check_prompts(token_ids, lengths=None, vocab_size: int | None = None) -> Pro
     rows = _rows(token_ids)
     if not rows:
         raise ValueError("no prompts: token_ids must hold at least one row, got a batch of 0")
-    sizes = [len(row) for row in rows]
-    lengths = np.array(sizes, np.int32) if lengths is None else _lengths(lengths, sizes)
-    for b, length in enumerate(lengths):
-        if length == 0:
+    if lengths is not None:
+        rows = [row[:n] for row, n in zip(rows, _lengths(lengths, [len(row) for row in rows]), strict=True)]
+    for b, row in enumerate(rows):
+        if not row.size:
             raise ValueError(f"empty prompt: row {b} of {len(rows)} holds no tokens; every prompt needs at least one")
-    tokens = np.zeros((len(rows), bucket(int(lengths.max()))), np.int32)
-    for b, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-        row = row[:length]
-        if vocab_size is not None and ((row < 0) | (row >= vocab_size)).any():
-            at = int(np.argmax((row < 0) | (row >= vocab_size)))
+        if vocab_size is not None and (outside := (row < 0) | (row >= vocab_size)).any():
+            at = int(np.argmax(outside))
             raise ValueError(
                 f"token id {row[at]} at position {at} of row {b} is outside the vocabulary of {vocab_size} tokens; "
                 f"wanted 0 to {vocab_size - 1} (is this the model's own tokenizer?)"
             )
-        tokens[b, :length] = row
-    return Prompts(tokens, lengths)
+    return [row.astype(np.int32) for row in rows]
 
 
 def _rows(token_ids) -> list[np.ndarray]:
@@ -88,9 +73,9 @@ def _rows(token_ids) -> list[np.ndarray]:
         ids = np.asarray(row)
         if ids.ndim != 1:
             raise ValueError(f"row {b} of token_ids must be one sequence of integers, got shape {ids.shape}")
-        if ids.size:
+        if ids.size:  # an empty list is an array of floats
             _check_integer(ids, f"row {b} of token_ids")
-        rows.append(ids if ids.size else np.zeros(0, np.int32))
+        rows.append(ids)
     return rows
 
 
@@ -108,29 +93,25 @@ def _lengths(lengths, sizes: list[int]) -> np.ndarray:
         if not 1 <= length <= size:
             problem = "an empty prompt" if length == 0 else f"but the row has {size} tokens"
             raise ValueError(f"lengths[{b}] is {length}, {problem}; wanted 1 to {size}")
-    return lengths.astype(np.int32)
+    return lengths
 
 
-def check_capacity(lengths: np.ndarray, max_new_tokens: int, capacity: int | None) -> int:
+def check_capacity(lengths: Sequence[int], max_new_tokens: int, capacity: int | None) -> int:
     """The capacity to use: the given one if every prompt and its new tokens fit, or one that fits, rounded up.
 
     Raises:
         ValueError: ``max_new_tokens`` below 1, or a capacity that is too small.
     """
     check_whole("max_new_tokens", max_new_tokens, 1)
-    row, longest = int(np.argmax(lengths)), int(np.max(lengths))
+    row, longest = max(enumerate(lengths), key=lambda pair: pair[1])
     if capacity is None:
         return bucket(longest + int(max_new_tokens))
     check_whole("capacity", capacity, 1)
-    if longest > capacity:
-        raise ValueError(
-            f"the prompt of row {row} has {longest} tokens, the capacity is {capacity}; raise capacity or cut "
-            "the prompt"
-        )
     if longest + max_new_tokens > capacity:
+        fewer = f", or ask for at most {capacity - longest} new tokens" if longest < capacity else ""
         raise ValueError(
-            f"max_new_tokens {max_new_tokens} after the {longest} prompt tokens of row {row} needs a capacity of "
-            f"{longest + max_new_tokens}, but it is {capacity}; raise capacity, or ask for at most {capacity - longest}"
+            f"the prompt of row {row} has {longest} tokens, and with max_new_tokens {max_new_tokens} needs a capacity "
+            f"of {longest + max_new_tokens}, but it is {capacity}; raise capacity or shorten the prompt{fewer}"
         )
     return int(capacity)
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from kitty_jax.cache.config import CacheConfig, layer_configs
 from kitty_jax.cache.steps import functional
-from kitty_jax.inference.prompts import bucket, check_whole
+from kitty_jax.inference.engine import Engine, Request
+from kitty_jax.inference.prompts import bucket, check_capacity, check_whole
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 from kitty_jax.pallas_kernels.implementation import Implementation
-from kitty_jax.research.tasks.batches import CHUNK, Prompt, complete, shape_of
 from kitty_jax.research.tasks.results import ResultFile
 from kitty_jax.research.tasks.scoring import SCORINGS, score
 
@@ -42,7 +42,7 @@ class KittyLM(TemplateLM):
     """The harness's language model.
 
     Log-likelihoods are teacher-forced over the cache (:mod:`.tasks.scoring`). Generation goes through the
-    packed cache in batches of one shape for all requests with the same generation settings.
+    packed cache, in one :class:`.Engine` for all requests with the same generation settings.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class KittyLM(TemplateLM):
         scoring: str = "simulation",
         implementation: Implementation = "auto",
         answers: ResultFile | None = None,
-        chunk: int = CHUNK,
         chat_options: Mapping[str, Any] | None = None,
     ):
         """Args:
@@ -75,7 +74,6 @@ class KittyLM(TemplateLM):
         scoring: "simulation" or "packed".
         implementation: of the operations on pages.
         answers: where generated texts go as they finish, and are taken from in a run that is taken up again.
-        chunk: tokens between two looks for the texts of ``until``.
         chat_options: for the chat template, such as ``{"enable_thinking": False}``.
         """
         super().__init__()
@@ -92,7 +90,7 @@ class KittyLM(TemplateLM):
         self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
         self.max_length = model.config.max_position if max_length is None else max_length
         check_whole("max_length", self.max_length, 2)
-        self.scoring, self.implementation, self.answers, self.chunk = scoring, implementation, answers, chunk
+        self.scoring, self.implementation, self.answers = scoring, implementation, answers
         self.chat_options = dict(chat_options or {})
 
     @property
@@ -191,7 +189,7 @@ class KittyLM(TemplateLM):
         for settings, indices in groups.items():
             stops, most, sampler = self._settings(json.loads(settings))
             contexts = self._contexts([requests[i].args[0] for i in indices], most)
-            prompts = [Prompt(ids, (self.seed + j) % 2**32) for j, ids in enumerate(contexts)]
+            asked = [Request(ids, most, (self.seed + j) % 2**32, stops) for j, ids in enumerate(contexts)]
             keys = []
             for i in indices:
                 # By its text, and a count where a task repeats a request: what other tasks ran decides nothing.
@@ -203,25 +201,23 @@ class KittyLM(TemplateLM):
             for j, key in enumerate(keys):
                 if key in done:
                     out[indices[j]] = done[key]["text"]
-            completions = complete(
+            if not missing:
+                continue
+            engine = Engine(
                 self.model,
-                self.tok_decode,
-                [prompts[j] for j in missing],
-                batch=self.batch_size,
-                max_new_tokens=most,
-                shape=shape_of(prompts, most),
-                stops=stops,
-                chunk=self.chunk,
+                slots=self.batch_size,
+                capacity=check_capacity(list(map(len, contexts)), most, None),
+                decode=self.tok_decode,
                 cache=self.cache,
                 sampler=sampler,
                 eos=self.eos,
                 implementation=self.implementation,
             )
-            for got in completions:
-                j = missing[got.index]
+            for index, got in engine.as_completed([asked[j] for j in missing]):
+                j = missing[index]
                 out[indices[j]] = got.text
                 if self.answers is not None:
-                    self.answers.append(keys[j], {"text": got.text, "tokens": got.tokens, "ended": got.ended})
+                    self.answers.append(keys[j], {"text": got.text, "tokens": len(got.tokens), "ended": got.ended})
                 self.cache_hook.add_partial("generate_until", requests[indices[j]].args, got.text)
         return out
 

@@ -148,7 +148,7 @@ def test_samples_share_the_pages_of_their_prompt():
     prompt = [list(range(90)) * 2]
     options = {"cache": small_cache("kitty"), "max_new_tokens": 20, "capacity": 200, "sampler": Sampling()}
     generation = prepare(tiny_model(), prompt, samples=8, **options)
-    assert generation.pool_pages == 32  # 11 of the prompt once and 8 x 1, rounded up; 8 x 12 without sharing
+    assert generation.programs.pool_pages == 32  # 11 of the prompt once and 8 x 1, rounded up; 8 x 12 without sharing
     state = generation.run(keep_state=True).state
     assert int(state.pool.num_free[0]) >= 32 - 11 - 8
     assert len(np.unique(np.asarray(state.page_table)[:, :11])) == 11

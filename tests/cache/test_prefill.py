@@ -14,7 +14,7 @@ from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.cache.steps import functional, prefill
 from kitty_jax.inference.decode_loop import jit_start
 from kitty_jax.inference.generate import generate, prepare
-from kitty_jax.inference.prompt_steps import plan_prefill
+from kitty_jax.inference.prompt_steps import prompt_steps
 from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
 from kitty_jax.pallas_kernels.page_format import BUFFERS
 from kitty_jax.pallas_kernels.partials import finish, merge
@@ -32,7 +32,7 @@ def test_a_plan_holds_every_token_once_in_order(budget, groups):
     rows, batch = [1, 6, 3, 0, 2, 7, 4], 8
     got = {row: [] for row in rows}
     ended, shapes = set(), set()
-    for piece in plan_prefill(prompts, rows, batch=batch, groups=groups, budget=budget):
+    for piece in prompt_steps(prompts, rows, batch=batch, groups=groups, budget=budget):
         size, width = piece.tokens.shape
         assert size * width <= budget * groups
         assert width & (width - 1) == 0
@@ -59,10 +59,10 @@ def test_a_plan_holds_every_token_once_in_order(budget, groups):
 
 def test_one_step_where_the_budget_allows():
     prompts = [np.array(p, np.int32) for p in RAGGED]
-    (only,) = plan_prefill(prompts, list(range(7)), batch=7, budget=7 * 256)
+    (only,) = prompt_steps(prompts, list(range(7)), batch=7, budget=7 * 256)
     assert (only.tokens.shape, only.rows, only.fresh, only.ends.all()) == ((7, 256), None, True, True)
     with pytest.raises(ValueError, match="64 tokens or more, got 63"):
-        plan_prefill(prompts, list(range(7)), batch=7, budget=63)
+        prompt_steps(prompts, list(range(7)), batch=7, budget=63)
 
 
 @pytest.mark.parametrize("name", ["full", pytest.param("kitty_pro", marks=pytest.mark.slow), "kitty_plus"])
@@ -223,7 +223,7 @@ def test_generate_with_a_small_budget_gives_the_same_tokens():
     """Full precision: pieces change nothing but the order of sums. Prompts longer than the budget included."""
     options = {"cache": "full", "max_new_tokens": 12}
     whole = generate(tiny_model(), RAGGED, **options)
-    assert len(prepare(tiny_model(), RAGGED, **options, prefill_tokens=128).slices) > 3
+    assert len(prepare(tiny_model(), RAGGED, **options, prefill_tokens=128).steps) > 3
     assert generate(tiny_model(), RAGGED, **options, prefill_tokens=128).sequences() == whole.sequences()
 
 
@@ -240,8 +240,8 @@ def test_what_is_cut_does_not_depend_on_the_batch():
     options = {"cache": small_cache("kitty_pro"), "max_new_tokens": 30, "capacity": 256, "prefill_tokens": 192}
     long = RAGGED[2][:180]
     alone, beside = (prepare(tiny_model(), p, **options) for p in ([long], [long, RAGGED[0]]))
-    assert [x.lengths.tolist() for x in alone.slices] == [[128], [52]]
-    assert [x.lengths.tolist() for x in beside.slices[:2]] == [[128], [52]]
+    assert [x.lengths.tolist() for x in alone.steps] == [[128], [52]]
+    assert [x.lengths.tolist() for x in beside.steps[:2]] == [[128], [52]]
     assert beside.run().sequences()[0] == alone.run().sequences()[0]
 
 

@@ -110,7 +110,7 @@ def test_the_loop_stops_when_all_have_ended() -> None:
     generation = prepare(tiny_model(), PROMPTS, cache="full", max_new_tokens=40, sampler=SAMPLER, eos=eos)
     run = generation.advance(generation.start(), 40)
     assert int(run.num_new.max()) <= 7
-    assert not run.going.any()
+    assert not run.active.any()
 
 
 def test_one_new_token_needs_no_decode_step() -> None:
@@ -146,7 +146,7 @@ def test_prompts_lengths_eos_and_limits_compile_nothing_new() -> None:
 def test_default_capacity_is_rounded_so_that_near_requests_agree() -> None:
     def shapes(prompt, new):
         generation = prepare(tiny_model(), [[1] * prompt], cache="full", max_new_tokens=new)
-        return generation.prompts.tokens.shape, generation.capacity
+        return generation.steps[0].tokens.shape, generation.programs.capacity
 
     assert shapes(3, 30) == shapes(20, 40) == ((1, 64), 64)
     assert shapes(64, 65) == ((1, 64), 192)
@@ -164,12 +164,10 @@ def test_default_capacity_is_rounded_so_that_near_requests_agree() -> None:
 def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
     options = OPTIONS | {"cache": small_cache(name), "max_new_tokens": 9, "pool_pages": pool_pages}
     generation = prepare(tiny_model(), PROMPTS, **options)
-    run = generation._empty()
-    if step == "start":
-        jitted, (arguments, options) = jit_start, generation._start_arguments(run)
-    else:
-        jitted, arguments, options = jit_advance, generation._advance_arguments(run, 9), {}
-    compiled = jitted.lower(*arguments, **options).compile()
+    run = generation.programs.empty(generation.seeds)()
+    programs, until = generation.programs, np.full(3, 9, np.int32)
+    call = programs.start(run, generation.steps[0]) if step == "start" else programs.advance(run, until)
+    compiled = call.func.lower(*call.args, **call.keywords).compile()
     text = compiled.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?) \}, entry", text).group(1)
     assert aliases.count("may-alias") + aliases.count("must-alias") == len(jax.tree.leaves(run))
@@ -182,7 +180,7 @@ def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
         assert not re.findall(rf"= {re.escape(shape)}\S* copy(?:-start)?\(", text)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(run.cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
-    jitted(*arguments, implementation="auto")
+    call()
     assert all(pool.is_deleted() for pool in pools)
 
 

@@ -54,10 +54,17 @@ def test_prompts(token_ids, lengths, message) -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"capacity": 2}, "the prompt of row 0 has 3 tokens, the capacity is 2; raise capacity or cut the prompt"),
+        (
+            {"capacity": 2},
+            "row 0 has 3 tokens, .* needs a capacity of 7, but it is 2; raise capacity or shorten the prompt$",
+        ),
+        (
+            {"capacity": 3},
+            "row 0 has 3 tokens, .* needs a capacity of 7, but it is 3; raise capacity or shorten the prompt$",
+        ),
         (
             {"capacity": 10, "max_new_tokens": 8},
-            "max_new_tokens 8 after the 3 prompt tokens of row 0 needs a capacity of 11, but it is 10; .* at most 7",
+            "row 0 has 3 tokens, and with max_new_tokens 8 needs a capacity of 11, but it is 10; .* at most 7 new",
         ),
         ({"capacity": 0}, "capacity must be a whole number, 1 or more, got 0"),
         ({"capacity": 9.5}, "capacity must be a whole number"),
@@ -102,5 +109,7 @@ def test_errors_come_before_any_compilation() -> None:
 
 
 def test_what_just_fits_is_taken() -> None:
-    assert prepare(tiny_model(), LISTS, max_new_tokens=7, capacity=10, eos=[0, 96], seed=2**32 - 1).capacity == 10
-    assert prepare(tiny_model(), ARRAY, [4, 1], max_new_tokens=1, capacity=5).prompts.lengths.tolist() == [4, 1]
+    just = prepare(tiny_model(), LISTS, max_new_tokens=7, capacity=10, eos=[0, 96], seed=2**32 - 1)
+    assert just.programs.capacity == 10
+    (step,) = prepare(tiny_model(), ARRAY, [4, 1], max_new_tokens=1, capacity=5).steps
+    assert step.lengths.tolist() == [4, 1]

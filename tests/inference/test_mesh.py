@@ -11,7 +11,6 @@ import pytest
 
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.state import KVShape, init_state, nbytes
-from kitty_jax.inference.decode_loop import jit_advance
 from kitty_jax.inference.generate import generate, prepare
 from kitty_jax.inference.sampling import Sampling
 from kitty_jax.models.registry import config_from_name, random_model
@@ -90,8 +89,9 @@ def test_a_step_gathers_no_cache():
     mesh = make_mesh(2, 2, jax.devices()[:4])
     model = random_model(CONFIG, mesh=mesh)
     generation = prepare(model, PROMPTS, cache=small_cache("kitty_pro"), max_new_tokens=9, capacity=512, mesh=mesh)
-    run = generation._empty()
-    text = jit_advance.lower(*generation._advance_arguments(run, 9), implementation="auto").compile().as_text()
+    run = generation.programs.empty(generation.seeds)()
+    call = generation.programs.advance(run, np.full(4, 9, np.int32))
+    text = call.func.lower(*call.args, **call.keywords).compile().as_text()
     kv = run.cache.layers[0].kv
     local = [x.addressable_shards[0].data for x in (kv.key_pages, kv.value_pages, kv.ring_values)]
     moved = _moved(text)

@@ -13,10 +13,8 @@ from kitty_jax.cache.chunk_attention import HISTORY_PAGES, attend_history
 from kitty_jax.cache.pool import release
 from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.cache.steps import decode_step, functional, prefill
-from kitty_jax.inference.decode_loop import jit_advance, jit_start
 from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.generate import PoolExhaustedError, generate
-from kitty_jax.inference.prompt_steps import plan_prefill
 from kitty_jax.inference.sampling import Sampling
 from kitty_jax.models.registry import random_model
 from kitty_jax.models.sharding import make_mesh
@@ -29,15 +27,14 @@ PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, n).tolist() for i, n in e
 def test_programs_of_the_engine_copy_no_pool():
     """Decode loop, prompt step of some rows, and a later piece of a long prompt."""
     some = Engine(tiny_model(), cache=small_cache("kitty_pro"), slots=3, capacity=200, pool_pages=13, prefill_tokens=64)
-    run = jax.eval_shape(some._empty)
+    run = some._programs.state_shape
     shapes = _shapes(_pools(run.cache))
-    programs = {"loop": jit_advance.lower(*some._advance_arguments(run, np.zeros(3, np.int32), False))}
-    for piece in plan_prefill([np.array(PROMPTS[0], np.int32)], [1], batch=3, budget=64)[:2]:
-        lowered = jit_start.lower(*some._start_arguments(run, piece), **some._start_options(piece))
-        programs["prompt" if piece.fresh else "later piece"] = lowered
-    assert len(programs) == 3
-    for name, lowered in programs.items():
-        text = lowered.compile().as_text()
+    calls = {"loop": some._programs.advance(run, np.zeros(3, np.int32))}
+    for step in some._programs.prompt_steps([np.array(PROMPTS[0], np.int32)], [1])[:2]:
+        calls["prompt" if step.fresh else "later part"] = some._programs.start(run, step)
+    assert len(calls) == 3
+    for name, call in calls.items():
+        text = call.func.lower(*call.args, **call.keywords).compile().as_text()
         assert all(shape in text for shape in shapes), name
         assert _copies(text, shapes) == [], name
 

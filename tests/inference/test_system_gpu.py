@@ -16,12 +16,11 @@ import pytest
 
 from kitty_jax.cache.state import init_state
 from kitty_jax.cache.steps import decode_step, functional, prefill
-from kitty_jax.inference.decode_loop import jit_advance, jit_start
 from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.generate import generate
-from kitty_jax.inference.prompt_steps import plan_prefill
+from kitty_jax.inference.prompt_steps import prompt_steps
 from kitty_jax.inference.sampling import row_keys, step_keys
-from kitty_jax.inference.scheduler import Schedule
+from kitty_jax.inference.scheduler import Scheduler
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.pallas_kernels import implementation
 from tests.cache.test_donation import _copies, _pools, _shapes
@@ -121,13 +120,13 @@ def test_each_request_of_the_engine_gets_what_it_gets_alone():
 
 @pytest.mark.gpu
 def test_overcommit_and_early_ends(monkeypatch):
-    sent_back, original = [], Schedule._send_back
+    sent_back, original = [], Scheduler._preempt
 
     def record(self, group, refused):
         sent_back.extend(rows := original(self, group, refused))
         return rows
 
-    monkeypatch.setattr(Schedule, "_send_back", record)
+    monkeypatch.setattr(Scheduler, "_preempt", record)
     some = engine(overcommit=True)
     prompts = [REQUESTS[i].prompt[:n] for i, n in ((6, 250), (4, 255), (1, 251), (7, 249), (9, 31))]
     requests = [Request(prompt, 440 - len(prompt), seed=i) for i, prompt in enumerate(prompts)]
@@ -243,7 +242,7 @@ def test_logits_of_a_prompt_in_pieces(dtype):
         out = []
         for i, prompt in enumerate(prompts):
             state = init_state(cache, tiny_model(dtype).config, batch=1, capacity=CAPACITY)
-            for piece in plan_prefill([prompt], [0], batch=1, budget=budget):
+            for piece in prompt_steps([prompt], [0], batch=1, budget=budget):
                 facts = (piece.tokens, piece.lengths)
                 last, state = jit_prefill(tiny_model(dtype), state, *facts, fresh=piece.fresh, implementation=which)
             assert state.lengths.tolist() == [SIZES[(1, 6)[i]][0]]
@@ -264,12 +263,12 @@ def test_logits_of_a_prompt_in_pieces(dtype):
 def programs():
     """The traced programs of the engine by name, with the state that they update."""
     some = engine(prefill_tokens=256)
-    run = jax.eval_shape(some._empty)
-    until = np.zeros(4, np.int32)
-    yield "decode loop", run, jit_advance.trace(*some._advance_arguments(run, until, False), **some._kernels())
-    for piece in plan_prefill([np.array(REQUESTS[1].prompt, np.int32)], [2], batch=4, budget=256)[:2]:
-        traced = jit_start.trace(*some._start_arguments(run, piece), **some._start_options(piece))
-        yield "prompt" if piece.fresh else "later piece", run, traced
+    run = some._programs.state_shape
+    calls = {"decode loop": some._programs.advance(run, np.zeros(4, np.int32))}
+    for step in some._programs.prompt_steps([np.array(REQUESTS[1].prompt, np.int32)], [2])[:2]:
+        calls["prompt" if step.fresh else "later part"] = some._programs.start(run, step)
+    for name, call in calls.items():
+        yield name, run, call.func.trace(*call.args, **call.keywords)
 
 
 @pytest.mark.gpu
@@ -285,7 +284,7 @@ def test_compiled_programs_copy_no_pool():
 def test_programs_lower_for_cuda_without_a_gpu(monkeypatch):
     monkeypatch.setattr(implementation, "device_unsupported", lambda: None)
     monkeypatch.setitem(OPTIONS, "implementation", "mosaic")
-    kernels = {"decode loop": 3, "prompt": 2, "later piece": 4}  # attention, two stores; two dequantize pages
+    kernels = {"decode loop": 3, "prompt": 2, "later part": 4}  # attention, two stores; two dequantize pages
     for name, _, traced in programs():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert len(re.findall(r"custom_call @mosaic_gpu", text)) >= kernels.pop(name), name

@@ -175,7 +175,7 @@ def test_generation_is_taken_up_again(parts, tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("".join(lines[:3]))
     with open_results(tmp_path / "a.jsonl", {}) as answers:
         assert adapter(parts, answers=answers).generate_until(requests) == wanted
-    monkeypatch.setattr("kitty_jax.research.tasks.batches.prepare", None)  # whoever generates now fails
+    monkeypatch.setattr("kitty_jax.research.lm_eval_adapter.Engine", None)  # whoever generates now fails
     with open_results(tmp_path / "a.jsonl", {}) as answers:
         assert adapter(parts, answers=answers).generate_until(requests) == wanted
 

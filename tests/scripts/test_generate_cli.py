@@ -168,7 +168,10 @@ def test_loading_on_a_terminal_rewrites_one_line(monkeypatch) -> None:
         ("--prompt x --top-p 2", "top_p must be above 0 and at most 1, or None, got 2.0"),
         ("--prompt x --temperature -1", "temperature must be above 0"),
         ("--prompt x --temperature 0 --top-k 5 --min-p 0.1", "leave out --top-k and --min-p"),
-        ("--prompt abcdef --capacity 5 --max-new-tokens 1", "the prompt of row 0 has 6 tokens, the capacity is 5"),
+        (
+            "--prompt abcdef --capacity 5 --max-new-tokens 1",
+            "the prompt of row 0 has 6 tokens, and with max_new_tokens 1 needs a capacity of 7, but it is 5",
+        ),
         ("--prompt abc --capacity 5 --max-new-tokens 3", "needs a capacity of 6, but it is 5"),
         ("--prompt x --no-such-flag", "unrecognized arguments"),
         ("--prompt x --dtype int8", "invalid choice: 'int8'"),
