@@ -11,14 +11,6 @@ full high plane, a 2-bit one has none. The dequantized number is ``(code * scale
 0 unless the page holds numbers that float16 metadata could not (see :mod:`.quantize`). Records are padded to 16 bytes,
 the granularity of bulk copies.
 
-With ``metadata="fixed8"`` scale and min are bytes on a fixed-point grid that each page chooses (:mod:`.metadata`):
-
-    key record    low plane | high plane | scale u8 [D] | min u8 [D] | boosted channels u8 [C] | grid u8 [8] | exponent
-    value record  low plane | high plane | scale u8 [G] | min u8 [G] | grid u8 [8] | exponent
-
-The number of a byte is ``(16 * base + byte) * 2**step``. ``grid`` says so in four float16, two for the scales and two
-for the mins: ``2**step`` and ``16 * base - 1024``. A byte with another put beside it is the float16 ``1024 + byte``.
-
 Dimension letters: B batch, K KV heads, G page, D head size, C boosted channels, S sink, R window, P pages per sequence,
 M pages in the pool (DESIGN section 3).
 """
@@ -27,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +27,6 @@ from jax import Array
 
 WARP = 32  # lanes that share a fragment
 RECORD_ALIGNMENT = 16  # bytes
-GRID_BYTES = 8  # of a record's part ``grid``
-
-Metadata = Literal["float16", "fixed8"]
-METADATA: tuple[str, ...] = ("float16", "fixed8")
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -71,14 +58,12 @@ class PageFormat:
         head_dim: D, a multiple of 16 up to 256.
         boosted: C, key channels with 4-bit codes, 0 to D.
         value_bits: bits of a value code, 2 or 4.
-        metadata: how scale and min are stored, "float16" or "fixed8" (bytes on a grid of the page's own).
     """
 
     page: int = 128
     head_dim: int = 128
     boosted: int = 16
     value_bits: int = 2
-    metadata: Metadata = "float16"
 
     def __post_init__(self):
         if self.page <= 0 or self.page % 16:
@@ -89,14 +74,6 @@ class PageFormat:
             raise ValueError(f"boosted must be from 0 to head_dim = {self.head_dim} channels, got {self.boosted}")
         if self.value_bits not in (2, 4):
             raise ValueError(f"value_bits must be 2 or 4, got {self.value_bits}")
-        if self.metadata not in METADATA:
-            raise ValueError(f"metadata must be one of {', '.join(METADATA)}, got {self.metadata!r}")
-
-    def _metadata_parts(self, count: int, **between) -> dict[str, tuple]:
-        """Parts that follow the planes: ``count`` scales and mins, then ``between``, the grid if any, the exponent."""
-        number = np.float16 if self.metadata == "float16" else np.uint8
-        grid = {} if self.metadata == "float16" else {"grid": (np.uint8, GRID_BYTES)}
-        return {"scale": (number, count), "min": (number, count), **between, **grid, "exponent": (np.int8, 1)}
 
     @functools.cached_property
     def key_parts(self) -> dict[str, Part]:
@@ -105,7 +82,10 @@ class PageFormat:
         return _lay_out(
             low=(np.uint32, plane_words(g // 16, d // 8)),
             high=(np.uint32, plane_words(g // 16, -(-c // 8))),
-            **self._metadata_parts(d, channels=(np.uint8, c)),
+            scale=(np.float16, d),
+            min=(np.float16, d),
+            channels=(np.uint8, c),
+            exponent=(np.int8, 1),
         )
 
     @functools.cached_property
@@ -116,7 +96,9 @@ class PageFormat:
         return _lay_out(
             low=(np.uint32, words),
             high=(np.uint32, words if self.value_bits == 4 else 0),
-            **self._metadata_parts(g),
+            scale=(np.float16, g),
+            min=(np.float16, g),
+            exponent=(np.int8, 1),
         )
 
     @property

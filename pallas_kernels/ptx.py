@@ -258,6 +258,27 @@ def fmax(a: Value, b: Value) -> Value:
     return asm("max.f32 $0, $1, $2;", "f", (a, b))
 
 
+def fmin(a: Value, b: Value) -> Value:
+    return asm("min.f32 $0, $1, $2;", "f", (a, b))
+
+
+def less_float(a: Value, b: Value) -> Value:
+    """float32 a < b, an i1."""
+    return asm("{ .reg .pred p; setp.lt.f32 p, $1, $2; selp.b32 $0, 1, 0, p; }", "r", (a, b)) != 0
+
+
+def half_of(a: Value) -> Value:
+    """Bits of a float32 rounded to float16."""
+    return asm("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "r", (a,))
+
+
+def float_of_half(a: Value, kind: str = "f16") -> Value:
+    """float32 of the ``kind`` ("f16" or "bf16") number in the low 16 bits."""
+    if kind == "bf16":
+        return float_of(a << 16)
+    return asm("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", "f", (a,))
+
+
 def fabs(a: Value) -> Value:
     return asm("abs.f32 $0, $1;", "f", (a,))
 
@@ -436,6 +457,10 @@ def store_global_as(value: Value, pointer: Value, offset: int, kind: str) -> Non
     )
 
 
+def store_global_byte(value: Value, pointer: Value, offset: int = 0) -> None:
+    asm(f"{{ .reg .b16 h; cvt.u16.u32 h, $1; st.global.u8 [$0+{offset}], h; }}", "", (pointer, value))
+
+
 def load_shared(n: int, pointer: Value, offset: int = 0, kind: str = "r"):
     text = f"ld.shared.{_VECTOR[n]} {_registers(0, n)}, [${n}+{offset}];"
     return asm(text, kind * n, (pointer,), pure=False)
@@ -453,6 +478,16 @@ def load_cluster(pointer: Value, offset: int = 0, kind: str = "f") -> Value:
 
 def load_shared_byte(pointer: Value, offset: int = 0, *, signed: bool = False) -> Value:
     return asm(f"ld.shared.{'s8' if signed else 'u8'} $0, [$1+{offset}];", "r", (pointer,), pure=False)
+
+
+def load_shared_half(pointer: Value, offset: int = 0) -> Value:
+    """16 bits, zero-extended."""
+    text = f"{{ .reg .b16 h; ld.shared.u16 h, [$1+{offset}]; cvt.u32.u16 $0, h; }}"
+    return asm(text, "r", (pointer,), pure=False)
+
+
+def store_shared_byte(value: Value, pointer: Value, offset: int = 0) -> None:
+    asm(f"{{ .reg .b16 h; cvt.u16.u32 h, $1; st.shared.u8 [$0+{offset}], h; }}", "", (pointer, value))
 
 
 def store_shared(values: Sequence[Value], pointer: Value, offset: int = 0) -> None:

@@ -9,8 +9,7 @@ KIVI, arXiv 2402.02750):
     code  = clamp(round_half_even((x - min) / scale), 0, 2**bits - 1)
 
 Codes are computed against the *stored* (rounded) min and scale, so that the rounding of the metadata is compensated and
-not added. With ``metadata="fixed8"`` min and scale are rounded to a grid of the page's own (:mod:`.metadata`) in place
-of float16; all else is the same.
+not added.
 
 float16 metadata ends at 65,504 and bfloat16 models do not. A page whose largest magnitude is not below 2**13 (keys) or
 2**5 (values) is divided by the smallest power of two that brings it there, and the power is stored as the record's
@@ -23,7 +22,6 @@ not depend on how many pages a program handles at once.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal
 
 import jax
@@ -32,23 +30,18 @@ import numpy as np
 from jax import Array
 
 from kitty_jax.pallas_kernels import packing
-from kitty_jax.pallas_kernels.metadata import (
-    Grid,
-    choose_grid,
-    grid_bytes,
-    power_of_two,
-    round_to,
-    scale_and_min,
-    to_bytes,
-)
-from kitty_jax.pallas_kernels.page_format import Metadata, PageFormat, join_record, split_record
+from kitty_jax.pallas_kernels.page_format import PageFormat, join_record, split_record
 
 KEY_LIMIT_LOG2 = 13
 VALUE_LIMIT_LOG2 = 5
 
 Score = Literal["magnitude", "variance", "range"]
 SCORES: tuple[str, ...] = ("magnitude", "variance", "range")
-Grids = tuple[Grid, Grid]  # of scale, of min
+
+
+def power_of_two(exponent: Array) -> Array:
+    """2**exponent as float32, exactly, for integers from -126 to 127."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def tree_sum(x: Array, axis: int) -> Array:
@@ -82,16 +75,12 @@ def channel_scores(keys: Array, score: Score = "magnitude") -> Array:
 
 
 def channel_errors(keys: Array, shrink: tuple[float, ...] = (1.0,)) -> Array:
-    """By how much 4 bits instead of 2 lower each channel's squared error: [..., G, D] -> float32 [..., D].
-
-    With float16 scale and min whatever the page stores: a fixed8 grid depends on which channels are boosted, and those
-    are what this decides.
-    """
+    """By how much 4 bits instead of 2 lower each channel's squared error: [..., G, D] -> float32 [..., D]."""
     x = keys.astype(jnp.float32)
     x = x * power_of_two(-page_exponent(x, KEY_LIMIT_LOG2).astype(jnp.int32))[..., None]  # pages compare with none
 
     def error(is_4bit: bool) -> Array:
-        codes, scale, low, _ = _quantize(x, -2, np.full((1, 1), is_4bit), shrink, "float16")
+        codes, scale, low = _quantize(x, -2, np.full((1, 1), is_4bit), shrink)
         return tree_sum(jnp.square(_short(codes * scale + low - x)), -2)
 
     return error(False) - error(True)
@@ -154,11 +143,11 @@ def _round_quotient(x: Array, step: Array, levels: Array) -> Array:
 
 
 def _quantize(
-    x: Array, axis: int, is_4bit: Array | np.ndarray, shrink: tuple[float, ...], metadata: Metadata
-) -> tuple[Array, Array, Array, Grids | None]:
-    """(codes, scale, min, grids) of x along ``axis``, float32; the bool ``is_4bit`` broadcasts against the statistics.
+    x: Array, axis: int, is_4bit: Array | np.ndarray, shrink: tuple[float, ...]
+) -> tuple[Array, Array, Array]:
+    """(codes, scale, min) of x along ``axis``, float32; the bool ``is_4bit`` broadcasts against the statistics.
 
-    Scale and min are numbers that float16 holds; with fixed8, numbers of the grids, int32 [..., 1, 1] each.
+    Scale and min are numbers that float16 holds.
 
     Written so that contracting a product and a sum into a fused multiply-add changes no bit: every product that meets a
     sum is exact.
@@ -173,20 +162,14 @@ def _quantize(
         cut = jax.lax.reduce_precision(highest - lowest, 8, 11) * jnp.float32(jnp.bfloat16((1 - factor) / 2))
         return lowest + cut, highest - cut
 
-    grids = None
-    round_scale = round_low = _half
-    if metadata == "fixed8":
-        grids = _page_grids(shrunk(max(shrink)), shrunk(min(shrink)), reciprocal)
-        round_scale, round_low = (functools.partial(round_to, grid=grid) for grid in grids)
-
     def with_range(low: Array, high: Array):
         # Which of -0 and +0 is the smaller is left to the order of the reduction: one zero makes one record.
-        low = round_low(jnp.where(low == 0, 0, low))
-        scale = round_scale(jnp.maximum(high - low, 0) * reciprocal)
+        low = _half(jnp.where(low == 0, 0, low))
+        scale = _half(jnp.maximum(high - low, 0) * reciprocal)
         return _round_quotient(x - low, jnp.where(scale > 0, scale, 1), levels), scale, low
 
     if shrink == (1.0,):
-        return *with_range(lowest, highest), grids
+        return with_range(lowest, highest)
     best = None
     for factor in shrink:
         codes, scale, low = with_range(*shrunk(factor))
@@ -197,38 +180,7 @@ def _quantize(
         else:
             better = error < best[0]
             best = tuple(jnp.where(better, new, old) for new, old in zip((error, codes, scale, low), best, strict=True))
-    return *best[1:], grids
-
-
-def _page_grids(widest: tuple[Array, Array], narrowest: tuple[Array, Array], reciprocal: Array) -> Grids:
-    """Grids of scale and min that hold for every factor of the range between two.
-
-    Args:
-        widest, narrowest: lower and upper end of each group's range, float32 [..., 1, D] or [..., G, 1].
-        reciprocal: 1 / levels, broadcasts against them.
-    """
-
-    def scales(low: Array, high: Array) -> Array:
-        return jnp.maximum(high - low, 0) * reciprocal
-
-    def grid(least: Array, greatest: Array) -> Grid:
-        page = (-2, -1)
-        return choose_grid(jnp.min(least, page, keepdims=True), jnp.max(greatest, page, keepdims=True))
-
-    return grid(scales(*narrowest), scales(*widest)), grid(widest[0], narrowest[0])
-
-
-def _stored(scale: Array, low: Array, grids: Grids | None) -> dict[str, Array]:
-    """The parts ``scale``, ``min`` and, with fixed8, ``grid`` from numbers [..., 1, D] or [..., G, 1]."""
-
-    def flat(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], -1)
-
-    if grids is None:
-        return {"scale": flat(scale).astype(jnp.float16), "min": flat(low).astype(jnp.float16)}
-    numbers = {"scale": scale, "min": low}
-    parts = {name: flat(to_bytes(x, grid)) for (name, x), grid in zip(numbers.items(), grids, strict=True)}
-    return parts | {"grid": grid_bytes(*(Grid(*(x[..., 0, 0] for x in grid)) for grid in grids))}
+    return best[1:]
 
 
 def quantize_keys(
@@ -268,13 +220,14 @@ def quantize_keys(
     is_boosted = jnp.any(channels[..., None] == jnp.arange(fmt.head_dim, dtype=jnp.uint8), -2)  # [..., D]
     exponent = page_exponent(x, KEY_LIMIT_LOG2)
     x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
-    codes, scale, low, grids = _quantize(x, -2, is_boosted[..., None, :], shrink, fmt.metadata)
+    codes, scale, low = _quantize(x, -2, is_boosted[..., None, :], shrink)
     codes = codes.astype(jnp.uint32)
     rows = jnp.broadcast_to(channels.astype(jnp.int32)[..., None, :], (*batch, fmt.page, fmt.boosted))
     parts = {
         "low": packing.pack_keys(codes & np.uint32(3)),
         "high": packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2)),
-        **_stored(scale, low, grids),
+        "scale": scale[..., 0, :].astype(jnp.float16),
+        "min": low[..., 0, :].astype(jnp.float16),
         "channels": channels,
         "exponent": exponent,
     }
@@ -291,20 +244,21 @@ def quantize_values(values: Array, fmt: PageFormat, *, shrink: tuple[float, ...]
     x = values.astype(jnp.float32)
     exponent = page_exponent(x, VALUE_LIMIT_LOG2)
     x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
-    codes, scale, low, grids = _quantize(x, -1, np.full((1, 1), fmt.value_bits == 4), shrink, fmt.metadata)
+    codes, scale, low = _quantize(x, -1, np.full((1, 1), fmt.value_bits == 4), shrink)
     codes = codes.astype(jnp.uint32)
     plane = packing.pack_values(codes & np.uint32(3))
     parts = {
         "low": plane,
         "high": packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else plane[..., :0],
-        **_stored(scale, low, grids),
+        "scale": scale[..., 0].astype(jnp.float16),
+        "min": low[..., 0].astype(jnp.float16),
         "exponent": exponent,
     }
     return join_record(parts, fmt.value_parts)
 
 
-def _restore(codes: Array, parts: dict[str, Array], fmt: PageFormat, axis: int) -> Array:
-    scale, low = (jnp.expand_dims(x, axis) for x in scale_and_min(parts, fmt))
+def _restore(codes: Array, parts: dict[str, Array], axis: int) -> Array:
+    scale, low = (jnp.expand_dims(parts[name].astype(jnp.float32), axis) for name in ("scale", "min"))
     return (codes.astype(jnp.float32) * scale + low) * power_of_two(parts["exponent"])[..., None]
 
 
@@ -324,7 +278,7 @@ def key_codes(parts: dict[str, Array], fmt: PageFormat) -> Array:
 def dequantize_keys(records: Array, fmt: PageFormat) -> Array:
     """Key records uint32 [..., fmt.key_words] -> float32 [..., G, D] (Algorithm 1 of the paper)."""
     parts = split_record(records, fmt.key_parts)
-    return _restore(key_codes(parts, fmt), parts, fmt, -2)
+    return _restore(key_codes(parts, fmt), parts, -2)
 
 
 def dequantize_values(records: Array, fmt: PageFormat) -> Array:
@@ -333,4 +287,4 @@ def dequantize_values(records: Array, fmt: PageFormat) -> Array:
     codes = packing.unpack_values(parts["low"], fmt.page, fmt.head_dim)
     if fmt.value_bits == 4:
         codes = codes + 4 * packing.unpack_values(parts["high"], fmt.page, fmt.head_dim)
-    return _restore(codes, parts, fmt, -1)
+    return _restore(codes, parts, -1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kitty_jax.cache.dense_attention import partial_flash
-from kitty_jax.pallas_kernels.dequantize.operation import dequantize_pages
+from kitty_jax.pallas_kernels.dequantize import dequantize_pages
 from kitty_jax.pallas_kernels.implementation import Implementation
 from kitty_jax.pallas_kernels.page_format import LayerKV
 from kitty_jax.pallas_kernels.partials import Partial, finish, merge
@@ -86,7 +86,6 @@ def _with_pages(
                 kv.fmt,
                 side,
                 dtype=q.dtype,
-                implementation=implementation,
             )
             for pool, count, side in ((kv.key_pages, n_k, "keys"), (kv.value_pages, n_v, "values"))
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kitty_jax.pallas_kernels.page_format import Metadata, PageFormat
+from kitty_jax.pallas_kernels.page_format import PageFormat
 from kitty_jax.pallas_kernels.quantize import SCORES
 
 QUERY_SELECTIONS: tuple[str, ...] = ("sensitivity", "error")  # these weigh channels by the queries
@@ -36,8 +36,6 @@ class CacheConfig:
         key_shrink: factors of a key channel's range to try when quantizing; the one of least squared error is kept.
         value_shrink: the same for the range of a token's values.
         rotate_values: whether values are cached rotated by a Hadamard matrix (:mod:`.rotation`).
-        metadata: how a page stores scale and min: "float16", or "fixed8" for bytes on a grid of the page's own
-            (:mod:`.pallas_kernels.metadata`), which takes 0.13 bits off each element at D = 128.
         seed: seed of the "random" selection.
     """
 
@@ -51,7 +49,6 @@ class CacheConfig:
     key_shrink: tuple[float, ...] = (1.0,)
     value_shrink: tuple[float, ...] = (1.0,)
     rotate_values: bool = False
-    metadata: Metadata = "float16"
     seed: int = 0
 
     def __post_init__(self):
@@ -74,7 +71,7 @@ class CacheConfig:
             names = ", ".join(SELECTIONS)
             raise ValueError(f"selection must be one of {names} or a tuple of channels, got {self.selection!r}")
         # Refuses what no head size could hold.
-        PageFormat(page=self.page, value_bits=self.value_bits, metadata=self.metadata)
+        PageFormat(page=self.page, value_bits=self.value_bits)
         if not self.quantized:
             changed = [f.name for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
             if changed != ["quantized"]:
@@ -166,7 +163,7 @@ class CacheConfig:
                 )
             if len(set(channels)) != len(channels) or not all(0 <= c < head_dim for c in channels):
                 raise ValueError(f"selection must list distinct channels from 0 to {head_dim - 1}, got {channels}")
-        return PageFormat(self.page, head_dim, boosted, self.value_bits, self.metadata)
+        return PageFormat(self.page, head_dim, boosted, self.value_bits)
 
     def channel_lists(self) -> tuple[tuple[int, ...], ...]:
         """The fixed lists of channels: one for all KV heads or one for each; empty where they are chosen by score."""

@@ -18,7 +18,6 @@ kernels of the system (``kchanboost``). What they do, and what is done here:
   step's attention. Here: as the kernels.
 * Scores of channels. Both: in the data's dtype, with the order of ties left to ``topk``; the simulation's random
   channels are drawn once for all sequences. Here: in float32 or better, ties to the lowest channel.
-* Scale and minimum in bytes (``metadata="fixed8"``). The authors have no such thing: this file is its definition.
 * Prompts. Simulation: a prompt must be longer than the sink. Kernels and here: any length.
 
 Arithmetic of a group is float32, one rounding per operation; division by 3 or 15 is multiplication by its float32
@@ -28,7 +27,6 @@ reciprocal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -50,7 +48,6 @@ class OraclePage:
         channels: the boosted channels, ascending; empty for values.
         exponent: the page is stored divided by ``2**exponent``.
         restored: float32 [G, D], what reading the page gives.
-        grid: with fixed8 (scale step, scale base, min step, min base); else empty.
     """
 
     codes: np.ndarray
@@ -59,36 +56,6 @@ class OraclePage:
     channels: tuple[int, ...]
     exponent: int
     restored: np.ndarray
-    grid: tuple[int, ...] = ()
-
-
-Rounding = Callable[[np.float32], np.float16]  # of a scale or a minimum, as it is stored
-
-
-@dataclasses.dataclass(frozen=True)
-class Fixed8:
-    """A :data:`Rounding` to the nearest of 256 numbers, the first ``16 * base * 2**step``, each ``2**step`` further."""
-
-    step: int
-    base: int
-
-    @classmethod
-    def between(cls, low: np.float32, high: np.float32) -> Fixed8:
-        """The finest for numbers from ``low`` to ``high``.
-
-        Both ends within 239 steps, 16 less than there are: 15 go to the base being a multiple of 16, one to rounding.
-        No number further than 1,792 steps from zero, so that none needs more than 11 bits.
-        """
-        span = (high - low) * np.float32(1 / 239)
-        reach = max(abs(low), abs(high)) * np.float32(1 / 1792)
-        step = -24
-        while 2.0**step < max(span, reach):
-            step += 1
-        return cls(step, int(np.floor(float(low) / 2.0**step / 16)))
-
-    def __call__(self, x: np.float32) -> np.float16:
-        byte = np.clip(np.round(float(x) / 2.0**self.step) - 16 * self.base, 0, 255)
-        return np.float16((16 * self.base + byte) * 2.0**self.step)
 
 
 def page_exponent(x: np.ndarray, limit_log2: int) -> int:
@@ -116,25 +83,10 @@ def _scale(low: np.float32, high: np.float32, bits: int) -> np.float32:
     return np.maximum(high - low, np.float32(0)) * np.float32(1 / (2**bits - 1))
 
 
-def roundings(
-    groups: list[np.ndarray], bits: list[int], shrink: tuple[float, ...], metadata: str
-) -> tuple[Rounding, Rounding]:
-    """How a page rounds its scales and its minima: from the ends of all its groups, over all factors of the range."""
-    if metadata == "float16":
-        return np.float16, np.float16
-    wide = [_shrunk_range(x, max(shrink)) for x in groups]
-    narrow = [_shrunk_range(x, min(shrink)) for x in groups]
-    least = min(_scale(*ends, b) for ends, b in zip(narrow, bits, strict=True))
-    greatest = max(_scale(*ends, b) for ends, b in zip(wide, bits, strict=True))
-    return Fixed8.between(least, greatest), Fixed8.between(min(low for low, _ in wide), max(low for low, _ in narrow))
-
-
 def quantize_group(
     x: np.ndarray,
     bits: int,
     shrink: tuple[float, ...] = (1.0,),
-    round_scale: Rounding = np.float16,
-    round_low: Rounding = np.float16,
 ) -> tuple[np.ndarray, np.float16, np.float16]:
     """One group (a channel of a key page, or a token of a value page): float32 [X] -> (codes [X], scale, min).
 
@@ -144,8 +96,8 @@ def quantize_group(
     best = None
     for factor in shrink:
         low, high = _shrunk_range(x, factor)
-        low = round_low(low)
-        scale = round_scale(_scale(np.float32(low), high, bits))
+        low = np.float16(low)
+        scale = np.float16(_scale(np.float32(low), high, bits))
         if scale == 0:
             codes = np.clip(np.round(x - np.float32(low)), 0, levels)
         else:
@@ -173,7 +125,6 @@ def quantize_key_page(
     channels: tuple[int, ...],
     bits: int = 2,
     shrink: tuple[float, ...] = (1.0,),
-    metadata: str = "float16",
 ) -> OraclePage:
     """Keys of one KV head, [G, D]: each channel on its own, ``channels`` with 4 bits and the others with ``bits``."""
     page, head_dim = x.shape
@@ -181,30 +132,21 @@ def quantize_key_page(
     scaled = x.astype(np.float32) * np.float32(2.0**-e)
     codes = np.zeros((page, head_dim), np.int64)
     scale, low = np.zeros(head_dim, np.float16), np.zeros(head_dim, np.float16)
-    each = [4 if d in channels else bits for d in range(head_dim)]
-    rounded = roundings(list(scaled.T), each, shrink, metadata)
     for d in range(head_dim):
-        codes[:, d], scale[d], low[d] = quantize_group(scaled[:, d], each[d], shrink, *rounded)
-    return OraclePage(codes, scale, low, channels, e, restore(codes, scale, low, e), _grid(rounded))
+        codes[:, d], scale[d], low[d] = quantize_group(scaled[:, d], 4 if d in channels else bits, shrink)
+    return OraclePage(codes, scale, low, channels, e, restore(codes, scale, low, e))
 
 
-def quantize_value_page(
-    x: np.ndarray, bits: int, shrink: tuple[float, ...] = (1.0,), metadata: str = "float16"
-) -> OraclePage:
+def quantize_value_page(x: np.ndarray, bits: int, shrink: tuple[float, ...] = (1.0,)) -> OraclePage:
     """Values of one KV head, [G, D]: each token on its own."""
     page, head_dim = x.shape
     e = page_exponent(x, VALUE_LIMIT_LOG2)
     scaled = x.astype(np.float32) * np.float32(2.0**-e)
     codes = np.zeros((page, head_dim), np.int64)
     scale, low = np.zeros(page, np.float16), np.zeros(page, np.float16)
-    rounded = roundings(list(scaled), [bits] * page, shrink, metadata)
     for t in range(page):
-        codes[t], scale[t], low[t] = quantize_group(scaled[t], bits, shrink, *rounded)
-    return OraclePage(codes, scale, low, (), e, restore(codes, scale[:, None], low[:, None], e), _grid(rounded))
-
-
-def _grid(rounded: tuple[Rounding, ...]) -> tuple[int, ...]:
-    return tuple(number for r in rounded if isinstance(r, Fixed8) for number in (r.step, r.base))
+        codes[t], scale[t], low[t] = quantize_group(scaled[t], bits, shrink)
+    return OraclePage(codes, scale, low, (), e, restore(codes, scale[:, None], low[:, None], e))
 
 
 class Oracle:
@@ -292,7 +234,7 @@ class Oracle:
             self._quantize(
                 self.values,
                 self.value_pages,
-                lambda x, *_: quantize_value_page(x, c.value_bits, c.value_shrink, c.metadata),
+                lambda x, *_: quantize_value_page(x, c.value_bits, c.value_shrink),
             )
 
     def _quantize(self, tokens: list[np.ndarray], pages: list, quantize) -> None:
@@ -305,7 +247,7 @@ class Oracle:
 
     def _key_page(self, x: np.ndarray, page: int, head: int) -> OraclePage:
         c = self.config
-        return quantize_key_page(x, self.boosted_channels(x, page, head), 2, c.key_shrink, c.metadata)
+        return quantize_key_page(x, self.boosted_channels(x, page, head), 2, c.key_shrink)
 
     def boosted_channels(self, x: np.ndarray, page: int, head: int) -> tuple[int, ...]:
         """Channels of page number ``page``, x [G, D], that get 4 bits, ascending; ties go to the lowest channel."""

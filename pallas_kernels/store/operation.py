@@ -9,9 +9,8 @@ from jax import Array
 from kitty_jax.pallas_kernels.implementation import Implementation, choose
 from kitty_jax.pallas_kernels.page_format import PageFormat
 from kitty_jax.pallas_kernels.quantize import SCORES, Score, quantize_keys, quantize_values
-from kitty_jax.pallas_kernels.store.keys import store_keys
-from kitty_jax.pallas_kernels.store.tile import unsupported
-from kitty_jax.pallas_kernels.store.values import store_values
+from kitty_jax.pallas_kernels.store.kernel import KINDS, store, unsupported
+from kitty_jax.pallas_kernels.store.shape import StoreShape
 
 
 def store_key_pages(
@@ -43,9 +42,21 @@ def store_key_pages(
     _check("keys", pool, keys, page_ids, fmt, fmt.key_words)
     if not pool.size or not keys.size:
         return pool
-    if choose(implementation, unsupported(keys.dtype, fmt.page, fmt.head_dim)) == "mosaic":
+    if choose(implementation, unsupported(keys.dtype, fmt)) == "mosaic":
+        shape = StoreShape(
+            fmt=fmt,
+            is_keys=True,
+            kv_heads=keys.shape[1],
+            pool=pool.shape[0],
+            slots=fmt.page,
+            kind=KINDS[keys.dtype.name],
+            score=None if scores is not None else score,
+            weighted=weights is not None,
+            shrink=tuple(shrink),
+        )
+        vectors = [v for v in (scores, weights) if v is not None] if shape.chooses else []
         ref = jax.new_ref(pool)
-        store_keys(ref, keys, page_ids, fmt, score=score, weights=weights, scores=scores, shrink=shrink)
+        store(ref, keys, page_ids, None, vectors, shape)
         return jax.freeze(ref)
     records = quantize_keys(keys, fmt, score=score, weights=weights, scores=scores, shrink=shrink)
     return write_records(pool, records, page_ids)
@@ -77,9 +88,22 @@ def store_value_pages(
     _check("values", pool, values, page_ids, fmt, fmt.value_words)
     if not pool.size or not values.size:
         return pool
-    if choose(implementation, unsupported(values.dtype, fmt.page, fmt.head_dim)) == "mosaic":
+    reason = unsupported(values.dtype, fmt)
+    if len(shrink) > 1:
+        reason = f"the kernel takes one shrink factor of values, got {len(shrink)}"
+    if choose(implementation, reason) == "mosaic":
+        slots = values.shape[2]
+        shape = StoreShape(
+            fmt=fmt,
+            is_keys=False,
+            kv_heads=values.shape[1],
+            pool=pool.shape[0],
+            slots=slots,
+            kind=KINDS[values.dtype.name],
+            shrink=tuple(shrink),
+        )
         ref = jax.new_ref(pool)
-        store_values(ref, values, starts, page_ids, fmt, shrink=shrink)
+        store(ref, values, page_ids, starts if slots > fmt.page else None, [], shape)
         return jax.freeze(ref)
     return write_records(pool, value_records(values, starts, fmt, shrink=shrink), page_ids)
 

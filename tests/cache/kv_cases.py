@@ -10,7 +10,6 @@ import numpy as np
 from kitty_jax.cache.pool import reserve
 from kitty_jax.cache.quantized_cache import append_chunk, flush, insert_token
 from kitty_jax.cache.state import FullLayer, KVState
-from kitty_jax.pallas_kernels.metadata import read_grids, scale_and_min
 from kitty_jax.pallas_kernels.page_format import split_record
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values, key_codes
 from kitty_jax.research.oracle import Oracle
@@ -85,8 +84,6 @@ def _open_pools(key_pages, value_pages, fmt):
     keys, values = split_record(key_pages, fmt.key_parts), split_record(value_pages, fmt.value_parts)
     keys["codes"], keys["restored"] = key_codes(keys, fmt), dequantize_keys(key_pages, fmt)
     values["restored"] = dequantize_values(value_pages, fmt)
-    for parts in (keys, values):
-        parts["scale"], parts["min"] = scale_and_min(parts, fmt)
     return keys, values
 
 
@@ -142,7 +139,6 @@ def assert_equals_oracle(layer: OpenLayer, b: int, oracle: Oracle) -> None:
             parts = {name: x[record, h] for name, x in layer.key_parts.items()}
             assert tuple(parts["channels"]) == page.channels
             assert int(parts["exponent"][0]) == page.exponent
-            assert _grid(parts) == page.grid
             np.testing.assert_array_equal(parts["codes"], page.codes)
             np.testing.assert_array_equal(parts["scale"], page.scale)
             np.testing.assert_array_equal(parts["min"], page.min)
@@ -151,15 +147,8 @@ def assert_equals_oracle(layer: OpenLayer, b: int, oracle: Oracle) -> None:
         for h, page in enumerate(heads):
             parts = {name: x[record, h] for name, x in layer.value_parts.items()}
             assert int(parts["exponent"][0]) == page.exponent
-            assert _grid(parts) == page.grid
             np.testing.assert_array_equal(parts["scale"], page.scale)
             np.testing.assert_array_equal(parts["min"], page.min)
-
-
-def _grid(parts) -> tuple[int, ...]:
-    if "grid" not in parts:
-        return ()
-    return tuple(int(x) for grid in read_grids(jnp.asarray(parts["grid"])) for x in grid)
 
 
 def fill_oracle(oracle: Oracle, keys, values, length: int) -> Oracle:

@@ -68,8 +68,6 @@ BOUNDARY_CASES = [
     if not cache_from_name(name).weighs_queries
     for d in (64, 128)
 ]
-FIXED = "kitty_pro:metadata=fixed8"
-BOUNDARY_CASES += [(128, FIXED), pytest.param(64, FIXED, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["batch", "alone"])

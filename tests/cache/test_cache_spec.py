@@ -15,7 +15,6 @@ from kitty_jax.research.calibration import save_caches
         ("kivi2:key_shrink=1/0.9/0.8,sink=4", CacheConfig.kivi2(key_shrink=(1, 0.9, 0.8), sink=4)),
         ("kitty:value_shrink=0.8,rotate_values=True", CacheConfig.kitty(value_shrink=(0.8,), rotate_values=True)),
         ("kitty:boost=0.125,selection=3/7", CacheConfig.kitty(boost=0.125, selection=(3, 7))),
-        ("kitty-pro:metadata=fixed8", CacheConfig.kitty_pro(metadata="fixed8")),
         ("full", CacheConfig.full()),
     ],
 )
@@ -31,7 +30,6 @@ def test_a_spec_is_its_config(spec, wanted):
         ("kitty:Boost=1", "wanted FIELD=VALUE with a field of quantized"),
         ("kitty:selection=best", "selection must be one of"),
         ("kitty:key_shrink=1/1.5", "key_shrink must be"),
-        ("kitty:metadata=fixed4", "metadata must be one of float16, fixed8, got 'fixed4'"),
     ],
 )
 def test_what_is_wrong_is_named(spec, message):
@@ -40,7 +38,7 @@ def test_what_is_wrong_is_named(spec, message):
 
 
 def test_a_file_has_one_config_per_layer(tmp_path):
-    wanted = (CacheConfig.kitty(metadata="fixed8"), CacheConfig.kitty(boost=0.25))
+    wanted = (CacheConfig.kitty_pro(), CacheConfig.kitty(boost=0.25))
     save_caches(wanted, tmp_path / "some.json")
     assert caches_from_spec(f"@{tmp_path / 'some.json'}") == wanted
     assert caches_from_spec("kitty:boost=0.25") == wanted[1]

@@ -41,12 +41,6 @@ def test_plus_has_the_bits_of_what_it_is_named_for(name, like):
     assert not paper.weighs_queries
 
 
-def test_fixed8_metadata_reaches_the_page_format():
-    assert {cache_from_name(name).metadata for name in CACHE_NAMES} == {"float16"}
-    fmt = CacheConfig.kitty(metadata="fixed8").page_format(128)
-    assert fmt == dataclasses.replace(CacheConfig.kitty().page_format(128), metadata="fixed8")
-
-
 def test_full_precision():
     assert CacheConfig.full() == cache_from_name("full")
     assert not CacheConfig.full().quantized
@@ -156,9 +150,6 @@ def test_layers():
         ({"selection": (1.5, 2)}, "selection must be a name"),
         ({"key_shrink": 0.8}, "key_shrink must be a tuple of factors"),
         ({"rotate_values": 1}, "rotate_values must be True or False"),
-        ({"metadata": "int8"}, "metadata must be one of float16, fixed8, got 'int8'"),
-        ({"metadata": 8}, "metadata must be one of float16, fixed8, got 8"),
-        ({"quantized": False, "metadata": "fixed8"}, "nothing to set, got a change of metadata"),
         ({"quantized": False, "boost": 0.5, "window": 64}, "nothing to set, got a change of window, boost"),
     ],
 )

@@ -42,14 +42,6 @@ def test_parts_by_hand():
     assert not any(full[part] for part in PARTS)
 
 
-def test_fixed8_metadata_by_hand():
-    report = nbytes(init_state(CacheConfig.kitty(metadata="fixed8"), SHAPE, batch=2, capacity=700))
-    heads = 3 * 2 * 2
-    assert report["key_codes"] == heads * 5 * 128 * (64 + 8) // 4
-    assert report["key_metadata"] == heads * 5 * (64 * 2 + 8 + 8 + 1 + 15)  # and the grid
-    assert report["value_metadata"] == heads * 5 * (128 * 2 + 8 + 1 + 7)
-
-
 def test_planning_allocates_nothing():
     """A state of 160 TiB."""
     shape = KVShape(num_layers=64, num_kv_heads=8, head_dim=128)

@@ -36,7 +36,6 @@ KINDS = {
     "full": CacheConfig.full(),
     "variance": dataclasses.replace(BASE, selection="variance", boost=0.25, window=0),
     "random": dataclasses.replace(BASE, selection="random", seed=3, window=40),
-    "fixed8, a window of its own": dataclasses.replace(BASE, window=24, metadata="fixed8", key_shrink=(1.0, 0.8)),
     "list": dataclasses.replace(BASE, selection=((9, 2), (0, 15)), value_bits=4),
 }
 LENGTHS = np.array([70, 0, 53, 4, 37])
@@ -86,7 +85,6 @@ def test_optimization_of_the_program_changes_no_bit():
 # Interleaved, so that layers quantized together are not neighbours.
 PLUS = CacheConfig.kitty_plus(sink=4, page=16, window=16)
 MIXED = (PLUS, KINDS["random"], KINDS["full"], BASE, PLUS, KINDS["random"], BASE)
-MIXED += (dataclasses.replace(BASE, metadata="fixed8"),)
 
 
 def test_pages_of_layers_quantized_together_are_those_of_each_alone():

@@ -18,8 +18,6 @@ FORMATS = [
     PageFormat(page=16, head_dim=16, boosted=3),
     PageFormat(page=48, head_dim=80, boosted=33, value_bits=4),
     PageFormat(page=64, head_dim=256, boosted=255),
-    PageFormat(metadata="fixed8"),
-    PageFormat(page=48, head_dim=80, boosted=33, value_bits=4, metadata="fixed8"),
 ]
 
 
@@ -59,37 +57,6 @@ def test_offsets():
         "min": (4352, 256),
         "exponent": (4608, 1),
     }
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("value_bits", [2, 4])
-def test_fixed8_metadata_by_hand(head_dim, value_bits):
-    """Scale and min at multiples of 16 bytes, where kernels read them in such; the grid follows the channels."""
-    fmt = PageFormat(head_dim=head_dim, boosted=21, value_bits=value_bits, metadata="fixed8")
-    planes = {name: p.size for name, p in dataclasses.replace(fmt, metadata="float16").key_parts.items()}
-    start = planes["low"] + planes["high"]
-    assert start % 16 == 0
-    assert {name: (p.offset - start, p.size) for name, p in list(fmt.key_parts.items())[2:]} == {
-        "scale": (0, head_dim),
-        "min": (head_dim, head_dim),
-        "channels": (2 * head_dim, 21),
-        "grid": (2 * head_dim + 21, 8),
-        "exponent": (2 * head_dim + 29, 1),
-    }
-    start = 128 * head_dim * value_bits // 8
-    assert {name: (p.offset - start, p.size) for name, p in list(fmt.value_parts.items())[2:]} == {
-        "scale": (0, 128),
-        "min": (128, 128),
-        "grid": (256, 8),
-        "exponent": (264, 1),
-    }
-
-
-def test_fixed8_record_sizes():
-    fmt = PageFormat(metadata="fixed8")
-    assert 4 * fmt.key_words == 4096 + 512 + 256 + 16 + 16 == 4896
-    assert 4 * fmt.value_words == 4096 + 256 + 16 == 4368
-    assert fmt.bits_per_element == (4896 + 4368) * 4 / 128**2  # 2.262, where float16 has 2.387
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
@@ -147,7 +114,6 @@ def test_join_names_the_part_that_does_not_fit():
         ({"boosted": -1}, "boosted must be from 0 to head_dim = 128 channels, got -1"),
         ({"boosted": 129}, "got 129"),
         ({"value_bits": 3}, "value_bits must be 2 or 4, got 3"),
-        ({"metadata": "bfloat16"}, "metadata must be one of float16, fixed8, got 'bfloat16'"),
     ],
 )
 def test_formats_that_cannot_be_are_refused(change, message):

@@ -65,7 +65,6 @@ class TestAgainstTheOracle:
         [
             *((name, SIZES[0]) for name in CACHE_NAMES),
             *(("kitty", s) for s in SIZES[1:]),
-            ("kitty_plus:metadata=fixed8", SIZES[0]),
         ],
     )
     def test_every_position(self, name, sizes):

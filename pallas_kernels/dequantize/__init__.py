@@ -1,1 +1,0 @@
-"""Pages back to numbers."""
