@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
@@ -206,14 +205,6 @@ def _registers(first: int, n: int) -> str:
 
 _VECTOR = {1: "b32", 2: "v2.b32", 4: "v4.b32"}
 
-# Aliases of the operators, until the page kernels use these.
-add = fadd = operator.add
-sub = fsub = operator.sub
-mul = fmul = operator.mul
-div, rem, less, equal, not_equal = operator.floordiv, operator.mod, operator.lt, operator.eq, operator.ne
-bit_and = both = operator.and_
-bit_or, shl, shr = operator.or_, operator.lshift, operator.rshift
-
 
 # ---------------------------------------------------------------- integers
 def minimum(a: Value, b: Value | int) -> Value:
@@ -228,9 +219,6 @@ def maximum(a: Value, b: Value | int) -> Value:
 
 def min_unsigned(a: Value, b: Value | int) -> Value:
     return a._emit(arith.minui, None, b)
-
-
-min_signed, max_signed = minimum, maximum
 
 
 def opaque(x: Value | int) -> Value:
@@ -317,16 +305,6 @@ def tree(f: Callable, xs: Sequence[Value]) -> Value:
 def hmul2(a: Value, b: Value) -> Value:
     """Product of two pairs of float16."""
     return asm("mul.rn.f16x2 $0, $1, $2;", "r", (a, b))
-
-
-def hadd2(a: Value, b: Value) -> Value:
-    """Sum of two pairs of float16."""
-    return asm("add.rn.f16x2 $0, $1, $2;", "r", (a, b))
-
-
-def hfma2(a: Value, b: Value, c: Value) -> Value:
-    """a * b + c of pairs of float16, rounded once."""
-    return asm("fma.rn.f16x2 $0, $1, $2, $3;", "r", (a, b, c))
 
 
 def splat_half(pair: Value, which: int) -> Value:
