@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
@@ -31,7 +31,7 @@ from kitty_jax.pallas_kernels.decode_attention.inputs import DecodeInputs
 from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic
 from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
 from kitty_jax.pallas_kernels.decode_attention.shape import KernelShape
-from kitty_jax.pallas_kernels.page_format import LayerKV, PageFormat
+from kitty_jax.pallas_kernels.page_format import BUFFERS, LayerKV, PageFormat
 from kitty_jax.pallas_kernels.store.operation import store_key_pages, store_value_pages
 from scripts.bench_data import random_records
 from scripts.bench_timing import Time, copy_bandwidth, rotating_sets, time_chained
@@ -137,34 +137,32 @@ def bench_decode(options: argparse.Namespace) -> Iterator[dict]:
 
 def check_decode(shape: DecodeShape, splits: int) -> float:
     """Relative error of the kernel against the float32 reference."""
-    q, operands = decode_operands(shape, 1, seed=1)
+    (inputs,) = decode_inputs(shape, 1, seed=1)
+    inputs = dataclasses.replace(inputs, q=inputs.q.astype(jnp.float32))
     scale = shape.fmt.head_dim**-0.5
-    reference = functools.partial(decode_attention, scale=scale, implementation="xla")
-    kernel = functools.partial(decode_kernel, scale=scale, splits=splits)
-    want, got = (
-        np.asarray(jax.jit(functools.partial(decode_call(shape, call), 0))(q.astype(jnp.float32), operands), np.float64)
-        for call in (reference, kernel)
-    )
+    want = np.asarray(jax.jit(decode_reference)(inputs), np.float64)
+    got = np.asarray(jax.jit(lambda x: decode_attention_mosaic(x, scale, splits)[0])(inputs), np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def decode_kernel(*arrays, scale: float, splits: int) -> jax.Array:
-    """decode_attention by the kernel, with as many splits as are named."""
-    return decode_attention_mosaic(DecodeInputs(*arrays), scale, splits)[0]
+def decode_reference(x: DecodeInputs) -> jax.Array:
+    """The pure reference of the kernel."""
+    arrays = (x.q, x.new_keys, x.new_values, x.kv, x.page_table, x.lengths, x.num_new)
+    return decode_attention(*arrays, implementation="xla")
 
 
 def decode_row(shape: DecodeShape, splits: int, cudnn: Time | None) -> dict:
     """Times the kernel; a row of the table."""
     sets, scale = rotating_sets(shape.bytes_read), shape.fmt.head_dim**-0.5
-    q, operands = decode_operands(shape, sets)
-    call = functools.partial(decode_kernel, scale=scale, splits=splits)
-    time = time_chained(decode_call(shape, call), q, operands, calls=_calls(sets, 4 * shape.bytes_read))
-    pages, tables, buffers, *lengths = operands
-    layer = LayerKV(*pages, *buffers[0][:4], fmt=shape.fmt)
-    inputs = DecodeInputs(q, *buffers[0][4:], layer, tables[0], *lengths)
+    inputs = decode_inputs(shape, sets)
+
+    def step(i: int, q: jax.Array, inputs: list[DecodeInputs]) -> jax.Array:
+        return decode_attention_mosaic(dataclasses.replace(inputs[i % sets], q=q), scale, splits)[0]
+
+    time = time_chained(step, inputs[0].q, inputs, calls=_calls(sets, 4 * shape.bytes_read))
     row = {"B": shape.batch, "tokens": shape.tokens, "K": shape.kv_heads, "Q": shape.group, "T": shape.new}
-    row |= {"D": shape.fmt.head_dim, "C": shape.fmt.boosted}
-    row |= {"splits": KernelShape.of(inputs, scale, splits).splits, **time.columns(shape.bytes_read)}
+    row |= {"D": shape.fmt.head_dim, "C": shape.fmt.boosted, "splits": KernelShape.of(inputs[0], scale, splits).splits}
+    row |= time.columns(shape.bytes_read)
     if cudnn:
         row |= {"cudnn_us": round(cudnn.median * 1e6, 1), "speedup": round(cudnn.median / time.median, 2)}
     return row
@@ -176,53 +174,40 @@ def _calls(sets: int, size: float) -> int:
     return max(sets, 4 if size > 1e9 else 16)
 
 
-def decode_operands(shape: DecodeShape, sets: int, seed: int = 0):
-    """q, and operands for ``sets`` calls: pools that they share, then tables, buffers and new tokens of each."""
-    q, pages, tables, first, lengths, num_new = _decode_arrays(shape, sets, seed)
-    # Small calls need many sets: two programs, called again and again, make them, and not one program of all.
-    buffers = [[_shifted(x, i) for x in first] for i in range(sets)]
-    return q, (pages, [_row(tables, i) for i in range(sets)], buffers, lengths, num_new)
+def decode_inputs(shape: DecodeShape, sets: int, seed: int = 0) -> list[DecodeInputs]:
+    """Inputs for ``sets`` calls: one pool and one q that they share; tables, buffers and new tokens of each."""
+    first, tables = _decode_inputs(shape, sets, seed)
+    buffers = {name: getattr(first.kv, name) for name in BUFFERS}
+    inputs = []
+    for i in range(sets):  # small calls need many sets: one program, called again and again, and not one of all sets
+        (new_keys, new_values, own), table = _of_set((first.new_keys, first.new_values, buffers), tables, i)
+        kv = dataclasses.replace(first.kv, **own)
+        inputs.append(DecodeInputs(first.q, new_keys, new_values, kv, table, first.lengths, first.num_new))
+    return inputs
 
 
 @jax.jit
-def _shifted(x: jax.Array, i: int) -> jax.Array:
-    return jnp.roll(x, i, -1)
-
-
-@jax.jit
-def _row(x: jax.Array, i: int) -> jax.Array:
-    return x[i]
+def _of_set(arrays, tables: jax.Array, i: int):
+    return jax.tree.map(lambda x: jnp.roll(x, i, -1), arrays), tables[i]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _decode_arrays(shape: DecodeShape, sets: int, seed: int):
+def _decode_inputs(shape: DecodeShape, sets: int, seed: int) -> tuple[DecodeInputs, jax.Array]:
     keys = iter(jax.random.split(jax.random.key(seed), 16))
     b, k, d, page = shape.batch, shape.kv_heads, shape.fmt.head_dim, shape.fmt.page
     pages = -(-shape.tokens // page)
     pool = b * pages * sets
 
-    def normal(*dims):
-        return jax.random.normal(next(keys), dims, jnp.bfloat16)
+    def normal(*dims, scale=0.5):
+        return scale * jax.random.normal(next(keys), dims, jnp.bfloat16)
 
     records = random_records(next(keys), shape.fmt, pool, k)
     tables = jax.random.permutation(next(keys), pool).reshape(sets, b, pages).astype(jnp.int32)
-    slots = (shape.sink, shape.sink, page, shape.window + page)
-    first = [0.5 * normal(*dims) for dims in (*((b, k, n, d) for n in slots), *2 * [(b, shape.new, k, d)])]
-    q = normal(b, shape.new, k * shape.group, d)
-    lengths, num_new = (jnp.full((b,), n, jnp.int32) for n in (shape.tokens, shape.new))
-    return q, records, tables, first, lengths, num_new
-
-
-def decode_call(shape: DecodeShape, call: Callable) -> Callable:
-    """The step of a chain that calls ``call`` with the i-th set of operands."""
-
-    def step(i: int, q, operands):
-        pages, tables, buffers, lengths, num_new = operands
-        *kv, new_keys, new_values = buffers[i % len(buffers)]
-        layer = LayerKV(*pages, *kv, fmt=shape.fmt)
-        return call(q, new_keys, new_values, layer, tables[i % len(tables)], lengths, num_new)
-
-    return step
+    buffers = (normal(b, k, n, d) for n in (shape.sink, shape.sink, page, shape.window + page))
+    new = (normal(b, shape.new, k, d) for _ in range(2))
+    q = normal(b, shape.new, k * shape.group, d, scale=1)
+    lengths = (jnp.full((b,), n, jnp.int32) for n in (shape.tokens, shape.new))
+    return DecodeInputs(q, *new, LayerKV(*records, *buffers, fmt=shape.fmt), tables[0], *lengths), tables
 
 
 def time_cudnn(shape: DecodeShape) -> Time:
