@@ -9,6 +9,7 @@ from kitty_jax.inference.generate import GenerateResult, Generation, PoolExhaust
 from kitty_jax.inference.memory import CacheBytes, cache_bytes
 from kitty_jax.inference.memory_plan import KVPlan
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
+from kitty_jax.research.fake_quantize import fake_quantize
 
 __all__ = [
     "CACHE_NAMES",
@@ -31,6 +32,7 @@ __all__ = [
     "cache_bytes",
     "cache_from_name",
     "decode_step",
+    "fake_quantize",
     "fork",
     "functional",
     "generate",

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
 from pathlib import Path
+from typing import Any
+
+from kitty_jax.research.scoring import SCORINGS
+from kitty_jax.research.tasks.protocol import PRESETS, Protocol
+from kitty_jax.research.tasks.results import open_results
+from scripts.tables import markdown, write_json
+from scripts.task_runs import (
+    REPEAT_SEEDS,
+    Checkpoint,
+    add_model_arguments,
+    add_protocol_arguments,
+    cache_settings,
+    caches_of,
+    changes_of,
+    file_name,
+    protocol_of,
+    say,
+)
 
 HELP = "Tasks of lm_eval 0.4.13 with each cache; the paper's tasks by its protocol."
-_GIVEN = ("temperature", "top_p", "top_k", "max_new_tokens", "repeats")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from kitty_jax.research.tasks.protocol import PRESETS
-    from kitty_jax.research.tasks.scoring import SCORINGS
-    from scripts.task_runs import add_model_arguments, add_protocol_arguments
-
     add_model_arguments(parser)
     parser.add_argument(
         "--tasks",
@@ -44,60 +56,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_protocol_arguments(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    from kitty_jax.research.tasks.protocol import PRESETS, Protocol
-    from scripts.task_runs import Checkpoint, caches_of, protocol_of, write_json
+def run(arguments: argparse.Namespace) -> None:
+    import kitty_jax.research.lm_eval_adapter  # noqa: F401 (says what is missing)
 
-    try:
-        from lm_eval.tasks import TaskManager
-
-        import kitty_jax.research.lm_eval_adapter  # noqa: F401
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-
-    caches = caches_of(arguments.cache)
+    caches, changed = caches_of(arguments.cache), changes_of(arguments)
     if arguments.include_path is not None and not arguments.include_path.is_dir():
         raise ValueError(f"--include-path {arguments.include_path} is no folder")
-    changed = any(getattr(arguments, name) is not None for name in _GIVEN)
     protocols = {
         task: protocol_of(arguments, PRESETS.get(task, Protocol())) if task in PRESETS or changed else None
         for task in arguments.tasks
     }
+    manager = task_manager(arguments)
+    if arguments.run_programs:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    checkpoint = Checkpoint(arguments)
+    summary: dict[str, dict] = {}
+    rows = []
+    for task, protocol in protocols.items():
+        for name, cache in caches.items():
+            repeats = 1 if protocol is None else protocol.repeats
+            runs = [run_task(arguments, checkpoint, manager, task, protocol, name, cache, r) for r in range(repeats)]
+            summary.setdefault(task, {})[name] = means(runs)
+            for metric, row in summary[task][name].items():
+                if metric != "sample_len" and "stderr" not in metric:
+                    spread = "" if row["sd"] is None else f"{row['sd']:.4f}"
+                    rows.append([task, name, metric, f"{row['mean']:.4f}", spread, repeats])
+    write_json(arguments.out / "summary.json", summary)
+    print(markdown(["task", "cache", "metric", "mean", "sd over repeats", "repeats"], rows))
+
+
+def task_manager(arguments: argparse.Namespace):
+    """The harness's own, which knows all tasks that are asked for."""
+    from lm_eval.tasks import TaskManager
+
     manager = TaskManager(include_path=arguments.include_path, include_defaults=False)
     if not set(arguments.tasks) <= set(manager.all_tasks):  # reading the harness's own thousands takes its time
         manager = TaskManager(include_path=arguments.include_path)
     unknown = [task for task in arguments.tasks if task not in manager.all_tasks]
     if unknown:
         raise ValueError(f"lm_eval knows no task {', '.join(unknown)}; --include-path names a folder of your own")
-    if arguments.run_programs:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
-    checkpoint = Checkpoint(arguments)
-    summary: dict[str, dict] = {}
-    for task, protocol in protocols.items():
-        for name, cache in caches.items():
-            repeats = 1 if protocol is None else protocol.repeats
-            runs = [run_task(arguments, checkpoint, manager, task, protocol, name, cache, r) for r in range(repeats)]
-            summary.setdefault(task, {})[name] = means(runs)
-    write_json(arguments.out / "summary.json", summary)
-    print(table(summary))
-    return 0
+    return manager
 
 
-def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cache, repeat: int) -> dict:
+def run_task(arguments, checkpoint, manager, task: str, protocol: Protocol | None, name: str, cache, repeat: int):
     """The harness's results of one pass over a task, from the file of an earlier run where there is one."""
     import lm_eval
 
     from kitty_jax.research.lm_eval_adapter import KittyLM
-    from kitty_jax.research.tasks.results import open_results
-    from scripts.task_runs import _SEEDS, file_name, say, write_json
 
     chat = arguments.chat if arguments.chat is not None else protocol is not None and protocol.chat
-    seed = (arguments.seed + _SEEDS * repeat) % 2**32
+    seed = (arguments.seed + REPEAT_SEEDS * repeat) % 2**32
     generation = None
     if protocol is not None:
-        filters = {} if protocol.greedy else {"top_p": protocol.top_p, "top_k": protocol.top_k}
-        generation = {"do_sample": not protocol.greedy, "temperature": protocol.temperature, **filters}
-        generation["max_gen_toks"] = protocol.max_new_tokens
+        generation = {"do_sample": not protocol.greedy, **protocol.settings()}
+        generation["max_gen_toks"] = generation.pop("max_new_tokens")
     # What decides an answer to a prompt; limit and examples decide which prompts there are.
     answer_settings = {
         "task": task,
@@ -105,24 +117,19 @@ def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cac
         "generation": generation,
         "seed": seed,
         "max_length": arguments.max_length,
-        "cache": dataclasses.asdict(cache),
+        "cache": cache_settings(cache),
     }
-    settings = json.loads(
-        json.dumps(
-            answer_settings
-            | {"limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "chat": chat}
-            | {"scoring": arguments.scoring, "run_programs": arguments.run_programs}
-        )
-    )
-    stem = arguments.out / task / f"{file_name(name)}.{repeat}"
-    target = stem.with_name(stem.name + ".json")
+    settings = {**answer_settings, "limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "chat": chat}
+    settings = plain({**settings, "scoring": arguments.scoring, "run_programs": arguments.run_programs})
+    folder, stem = arguments.out / task, f"{file_name(name)}.{repeat}"
+    target = folder / f"{stem}.json"
     if target.is_file():
         there = json.loads(target.read_text(encoding="utf-8"))
         if there["settings"] == settings:
             say(f"{task}, {name}, repeat {repeat}: in {target}")
             return there["results"]
     about = {"implementation": arguments.implementation}
-    with open_results(stem.with_name(stem.name + ".answers.jsonl"), answer_settings, about) as answers:
+    with open_results(folder / f"{stem}.answers.jsonl", answer_settings, about) as answers:
         model = KittyLM(
             checkpoint.model,
             checkpoint.tokenizer,
@@ -147,18 +154,15 @@ def run_task(arguments, checkpoint, manager, task: str, protocol, name: str, cac
             confirm_run_unsafe_code=arguments.run_programs,
             bootstrap_iters=0,
         )
-    results = {key: value for metrics in got["results"].values() for key, value in metrics.items() if is_number(value)}
+    results = {key: value for metrics in got["results"].values() for key, value in metrics.items()}
+    results = {k: v for k, v in results.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     write_json(target, {"settings": settings, "results": results, "samples": plain(got.get("samples", {}))})
     say(f"{task}, {name}, repeat {repeat}: " + ", ".join(f"{k} {v:.4f}" for k, v in results.items()))
     return results
 
 
-def is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def plain(value):
-    """Without what JSON cannot hold."""
+def plain(value: Any) -> Any:
+    """As it comes back from JSON, without what JSON cannot hold."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -170,16 +174,3 @@ def means(runs: list[dict]) -> dict[str, dict]:
         spread = statistics.stdev(values) if len(values) > 1 else None
         out[metric] = {"mean": statistics.fmean(values), "sd": spread, "repeats": values}
     return out
-
-
-def table(summary: dict[str, dict]) -> str:
-    """The summary as a Markdown table."""
-    lines = ["| task | cache | metric | mean | sd over repeats | repeats |", "|---|---|---|---|---|---|"]
-    for task, caches in summary.items():
-        for name, metrics in caches.items():
-            for metric, row in metrics.items():
-                if metric == "sample_len" or "stderr" in metric:
-                    continue
-                spread = "" if row["sd"] is None else f"{row['sd']:.4f}"
-                lines.append(f"| {task} | {name} | {metric} | {row['mean']:.4f} | {spread} | {len(row['repeats'])} |")
-    return "\n".join(lines)

@@ -20,8 +20,8 @@ from kitty_jax.models.checkpoint import load_model
 from kitty_jax.research.analysis import capture, channel_sensitivity
 from kitty_jax.research.metrics import evaluate_text
 from scripts.command_line import Parser, run_command, whole
-from scripts.eval_text import read_tokens
 from scripts.tables import write_json
+from scripts.texts import read_tokens
 
 WINDOW = 512  # tokens shown in Figure 2a
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import subprocess
 import sys
@@ -23,15 +22,27 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from kitty_jax.cache.spec import cache_from_spec
-from kitty_jax.research.tasks.paper import PAPER, TABLES, TASKS, Cell, Table, markdown, read_cell
-from scripts.task_runs import file_name, write_json
+from kitty_jax.research.tasks.paper import (
+    PAPER,
+    SOURCE,
+    TABLES,
+    TASKS,
+    Cell,
+    Table,
+    mean_cell,
+    paper_mean,
+    read_cell,
+)
+from scripts.command_line import Parser, run_command
+from scripts.tables import markdown, percent, write_json
+from scripts.task_runs import file_name
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"gsm8k": ".cache/gsm8k/test.jsonl", "humaneval": ".cache/humaneval/HumanEval.jsonl"}
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="paper_tables.py", description=__doc__.splitlines()[0])
+def parser() -> Parser:
+    out = Parser("paper_tables.py", __doc__)
     out.add_argument("--table", type=int, choices=sorted(TABLES), required=True)
     out.add_argument("--model", type=Path, help="a .gguf file or a Hugging Face model directory")
     out.add_argument("--out", type=Path, required=True, help="folder for the results of all tables of this model")
@@ -83,11 +94,24 @@ def commands(options: argparse.Namespace, table: Table) -> dict[str, list[str]]:
     return out
 
 
-def read_cells(out: Path, table: Table) -> dict[tuple[str, str], Cell | None]:
-    """What the results folder holds, by method and task."""
-    return {
-        (method, key): read_cell(out, TASKS[key], file_name(method)) for method in table.methods for key in table.tasks
-    }
+def text_of(table: Table, cells: dict[tuple[str, str], Cell | None], paper: str | None) -> str:
+    """The table: per cent with 95 % intervals; the paper's in brackets where it has one; n the answers of a task."""
+
+    def text(cell: Cell | None, of_paper: float | None) -> str:
+        ours = "-"
+        if cell is not None:
+            ours = f"{100 * cell.accuracy:.1f} ({percent(cell.interval)}), n = {cell.answers}"
+        return ours if of_paper is None else f"{ours} [{of_paper:.2f}]"
+
+    rows = []
+    for method in table.methods:
+        known = PAPER.get(paper or "", {}).get(method, {})
+        row = [cells[method, task] for task in table.tasks]
+        mean = None if None in row else mean_cell(row)
+        texts = [text(cell, known.get(task)) for cell, task in zip(row, table.tasks, strict=True)]
+        rows.append([method, *texts, text(mean, paper_mean(paper or "", method, table.tasks))])
+    out = markdown(["method", *(TASKS[t].title for t in table.tasks), "mean"], rows)
+    return out + (f"\n\nIn brackets: the paper's for {paper} ({SOURCE})." if paper else "")
 
 
 def run(options: argparse.Namespace, execute: Callable[[Sequence[str]], int]) -> int:
@@ -103,7 +127,7 @@ def run(options: argparse.Namespace, execute: Callable[[Sequence[str]], int]) ->
                 failed.append(TASKS[key].title)
     if options.dry_run:
         return 0
-    cells = read_cells(options.out, table)
+    cells = {(m, t): read_cell(options.out, TASKS[t], file_name(m)) for m in table.methods for t in table.tasks}
     if all(cell is None for cell in cells.values()):
         raise ValueError(f"{options.out} has no results of table {options.table}")
     plain = [
@@ -112,19 +136,14 @@ def run(options: argparse.Namespace, execute: Callable[[Sequence[str]], int]) ->
         if cell is not None
     ]
     write_json(options.out / f"table{options.table}.json", {"title": table.title, "cells": plain})
-    print(f"Table {options.table}: {table.title}\n\n{markdown(table, cells, options.paper)}")
+    print(f"Table {options.table}: {table.title}\n\n{text_of(table, cells, options.paper)}")
     if failed:
         print(f"paper_tables.py: failed, see above: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
 def main(argv: list[str] | None = None, execute: Callable[[Sequence[str]], int] = subprocess.call) -> int:
-    options = parser().parse_args(argv)
-    try:
-        return run(options, execute)
-    except (ValueError, OSError, json.JSONDecodeError) as error:
-        print(f"paper_tables.py: {error}", file=sys.stderr)
-        return 2
+    return run_command(parser(), lambda options: run(options, execute), argv)
 
 
 if __name__ == "__main__":

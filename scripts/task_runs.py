@@ -1,12 +1,11 @@
-"""What the evaluations that generate answers share: their options, the model, and answering items under every cache."""
+"""What the evaluations share: their options, the model, answering items under every cache, and the summary."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import hashlib
-import json
-import os
 import re
 import sys
 import time
@@ -14,17 +13,27 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.cache.spec import caches_from_spec
 from kitty_jax.inference.engine import Engine, EngineResult, Request
 from kitty_jax.inference.prompts import check_capacity
+from kitty_jax.models import checkpoint as checkpoints
+from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
 from kitty_jax.pallas_kernels.implementation import IMPLEMENTATIONS
+from kitty_jax.research.tasks.comparison import compare, summarize
 from kitty_jax.research.tasks.protocol import Protocol
 from kitty_jax.research.tasks.results import open_results
+from scripts.command_line import CACHES, whole
+from scripts.tables import markdown, percent, write_json
 
 DTYPES = ("float32", "bfloat16", "float16")
-_SEEDS = 1_000_003  # between the seeds of an item's repeats: more than any task has items
+REPEAT_SEEDS = 1_000_003  # between the seeds of an item's repeats: more than any task has items
 _HASHED = 1 << 20  # bytes at the start and the end of a file that go into a fingerprint
+_CHANGES = ("temperature", "top_p", "top_k", "max_new_tokens", "repeats")  # options that change the protocol
+
+Cache = CacheConfig | tuple[CacheConfig, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,18 +45,23 @@ class Item:
     ids: Sequence[int]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_arguments(parser: argparse.ArgumentParser, dtype: str | None = None) -> None:
     parser.add_argument("--model", type=Path, required=True, help="a .gguf file or a Hugging Face model directory")
     parser.add_argument(
         "--cache",
         action="append",
         default=[],
         metavar="NAME",
-        help="a cache, several times if wanted; NAME:FIELD=VALUE,... changes fields of CacheConfig. `full` always runs",
+        help=f"a cache, several times if wanted: {CACHES}. `full` always runs",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model (default: as stored; float32 for .gguf)")
+    default = dtype or "as stored; float32 for .gguf"
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"of the model (default: {default})")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint_arguments(parser)
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations on pages")
-    parser.add_argument("--batch", type=int, default=16, help="sequences at a time (default: %(default)s)")
+    parser.add_argument("--batch", type=whole(1), default=16, help="sequences at a time (default: %(default)s)")
 
 
 def add_protocol_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +76,8 @@ def add_protocol_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_item_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """Everything of a task whose items lie in a JSON Lines file."""
+    add_model_arguments(parser)
     parser.add_argument("--file", type=Path, required=True, help=f"JSON Lines, in the format of {what}")
     parser.add_argument("--items", type=int, metavar="N", help="how many problems (default: all)")
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="problems to pass over (default: 0)")
@@ -73,12 +89,17 @@ def add_item_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         help="chat: an instruction in the checkpoint's chat template; text: plain text to continue; auto: chat where "
         "there is a template (default: %(default)s)",
     )
+    add_protocol_arguments(parser)
+
+
+def changes_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options of :func:`add_protocol_arguments` change."""
+    return {name: getattr(arguments, name) for name in _CHANGES if getattr(arguments, name) is not None}
 
 
 def protocol_of(arguments: argparse.Namespace, default: Protocol = Protocol()) -> Protocol:  # noqa: B008 (frozen)
     """The default with what the options change."""
-    names = ("temperature", "top_p", "top_k", "max_new_tokens", "repeats")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    given = changes_of(arguments)
     if given.get("temperature") == 0 and (filters := sorted({"top_p", "top_k"} & given.keys())):
         raise ValueError(f"temperature 0 always takes the most likely token: leave out {' and '.join(filters)}")
     protocol = dataclasses.replace(default, **given)
@@ -87,9 +108,9 @@ def protocol_of(arguments: argparse.Namespace, default: Protocol = Protocol()) -
     return protocol
 
 
-def caches_of(names: Sequence[str]) -> dict[str, CacheConfig]:
+def caches_of(names: Sequence[str]) -> dict[str, Cache]:
     """The caches by the names given, ``full`` first; file names of their results must differ."""
-    caches = {"full": CacheConfig.full()} | {name: cache_from_spec(name) for name in names}
+    caches = {"full": CacheConfig.full()} | {name: caches_from_spec(name) for name in names}
     files = [file_name(name) for name in caches]
     if len(set(files)) < len(files):
         raise ValueError(f"two of the caches {list(caches)} would share a file; name each once, in one spelling")
@@ -101,29 +122,32 @@ def file_name(cache: str) -> str:
     return re.sub(r"[^a-z0-9.=-]", "_", cache.strip().lower().replace("_", "-"))
 
 
+def cache_settings(cache: Cache) -> dict | list[dict]:
+    """A cache's fields, for the head of a results file; those of each layer where there is a config per layer."""
+    if isinstance(cache, CacheConfig):
+        return dataclasses.asdict(cache)
+    return [dataclasses.asdict(layer) for layer in cache]
+
+
 class Checkpoint:
     """A checkpoint whose tokenizer and config are read, and whose weights are read when they are first needed."""
 
     def __init__(self, arguments: argparse.Namespace):
-        from kitty_jax.models.checkpoint import plan_checkpoint
-        from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
-
         self.path, self.dtype = arguments.model, arguments.dtype
-        self.config = plan_checkpoint(self.path, dtype=self.dtype).config
+        self.config = checkpoints.plan_checkpoint(self.path, dtype=self.dtype).config
         self.tokenizer = load_tokenizer(self.path)
         own = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         self.eos = sorted({*stop_token_ids(self.path), *own})
-        self._model = None
 
-    @property
+    @functools.cached_property
     def model(self):
         """The model, loaded on first use."""
-        if self._model is None:
-            from kitty_jax.models.checkpoint import load_model
+        say(f"loading {self.path}")
+        return checkpoints.load_model(self.path, dtype=self.dtype)
 
-            say(f"loading {self.path}")
-            self._model = load_model(self.path, dtype=self.dtype)
-        return self._model
+    def encode(self, text: str) -> list[int]:
+        """Text to ids, no special token added."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: list[int]) -> str:
         """Ids to text, special tokens left out."""
@@ -137,8 +161,9 @@ class Checkpoint:
 
     def settings(self) -> dict[str, Any]:
         """What decides the model's answers, for the head of a results file."""
-        files = [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))
-        files += [] if self.path.is_file() else sorted(self.path.glob("*.json"))
+        files = [self.path]
+        if not self.path.is_file():
+            files = [*sorted(self.path.glob("*.safetensors")), *sorted(self.path.glob("*.json"))]
         return {
             "model": digest(*map(_ends, files)),
             "dtype": self.dtype or "as stored",
@@ -165,9 +190,7 @@ def digest(*parts: bytes) -> str:
 def answer_items(
     arguments: argparse.Namespace,
     checkpoint: Checkpoint,
-    caches: Mapping[str, CacheConfig],
     items: Sequence[Item],
-    protocol: Protocol,
     settings: Mapping[str, Any],
     row_of: Callable[[Item, EngineResult], Mapping[str, Any]],
     stops: Sequence[str] = (),
@@ -175,11 +198,9 @@ def answer_items(
     """Answers the items under every cache, as far as the files in ``arguments.out`` do not hold the answers already.
 
     Args:
-        arguments: with ``out``, ``batch``, ``seed``, ``implementation``.
+        arguments: of :func:`add_item_arguments`.
         checkpoint: the model.
-        caches: by name.
-        items: what to answer, ``protocol.repeats`` times each.
-        protocol: how.
+        items: what to answer, as often as the protocol repeats them.
         settings: what else decides an answer.
         row_of: the row of an item's completion; "item", "repeat", "text", "tokens" and "ended" are added.
         stops: texts that end an answer.
@@ -187,12 +208,12 @@ def answer_items(
     Returns:
         By cache, the rows of the items in their order, repeat by repeat.
     """
-    import jax
-
+    protocol = protocol_of(arguments)
     work = [(item, repeat) for repeat in range(protocol.repeats) for item in items]
     new = protocol.max_new_tokens
     requests = [
-        Request(item.ids, new, (arguments.seed + item.number + _SEEDS * repeat) % 2**32, stops) for item, repeat in work
+        Request(item.ids, new, (arguments.seed + item.number + REPEAT_SEEDS * repeat) % 2**32, stops)
+        for item, repeat in work
     ]
     longest = max(items, key=lambda item: len(item.ids))
     if len(longest.ids) + new > checkpoint.config.max_position:
@@ -207,9 +228,9 @@ def answer_items(
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "batch": arguments.batch}
     about["implementation"] = arguments.implementation
     out = {}
-    for name, cache in caches.items():
+    for name, cache in caches_of(arguments.cache).items():
         path = arguments.out / f"{file_name(name)}.jsonl"
-        with open_results(path, {**settings, "cache": dataclasses.asdict(cache)}, about) as results:
+        with open_results(path, {**settings, "cache": cache_settings(cache)}, about) as results:
             missing = [i for i, key in enumerate(keys) if key not in results.rows]
             if len(missing) < len(keys):
                 say(f"{name}: {len(keys) - len(missing)} of {len(keys)} answers are in {path}")
@@ -234,6 +255,27 @@ def answer_items(
     return out
 
 
+def write_summary(out: Path, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Figures by cache from their rows, into ``summary.json`` and as a table."""
+    summary, lines = {}, []
+    for name, answers in rows.items():
+        result = summary[name] = summarize(answers)
+        if "answer" in answers[0]:
+            result["no_answer"] = sum(row["answer"] is None for row in answers)
+        difference = wrong = same = ""
+        if name != "full":
+            pair = result["against_full"] = compare(rows["full"], answers)
+            difference = f"{100 * pair['difference']:+.1f} ({percent(pair['difference_interval'])})"
+            wrong = f"{pair['only_cache']} / {pair['only_full']}"
+            same = f"{100 * pair['same_answer']:.1f}" if "same_answer" in pair else ""
+        accuracy = f"{100 * result['accuracy']:.1f} ({percent(result['interval'])})"
+        shown = [name, result["items"], accuracy, difference, wrong, same, result["cut_off"]]
+        lines.append([*shown, f"{result['mean_tokens']:.0f}"])
+    write_json(out / "summary.json", summary)
+    header = ["cache", "items", "accuracy % (95 % interval)", "against full, points (95 % interval)"]
+    print(markdown([*header, "right / wrong only here", "same answer %", "cut off", "tokens"], lines))
+
+
 class Progress:
     """Says how far a cache's run is, at most every ten seconds, and at its end."""
 
@@ -249,16 +291,3 @@ class Progress:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a whole file beside ``path`` and puts it there, so that an interruption never leaves half of one."""
-    text = json.dumps(value, indent=1) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file():  # /dev/stdout, say, is written to and not replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    path = path.resolve()  # a link stays one
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)

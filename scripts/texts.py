@@ -1,4 +1,4 @@
-"""Texts to evaluate on: reading them, and fetching a second one beside the essays of `fetch_demo.py`.
+"""Texts to evaluate on: reading and tokenizing them, and fetching a second one beside those of `fetch_demo.py`.
 
     python scripts/texts.py            # fetches .cache/kjv.txt, on Debian and its kin
 
@@ -8,7 +8,6 @@ it. Both are downloaded and unpacked, not installed.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import re
@@ -18,27 +17,53 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
+
+from scripts.command_line import Parser, run_command
+
 CACHE = Path(__file__).resolve().parents[1] / ".cache"
 KJV = "kjv.txt"
 KJV_SHA256 = "b5c4940bcfeee072c0935b5200d0f9d88a00a0199cb0961d16133458fcdfae5d"
 
 
-class TextError(ValueError):
-    """A text could not be read or fetched."""
-
-
 def read_text(path: Path) -> str:
     """A UTF-8 file, or the `*.txt` of a folder in sorted order, joined by an empty line."""
     if not path.exists():
-        raise TextError(
+        raise ValueError(
             f"no file or folder {path}; scripts/fetch_demo.py --what essays and scripts/texts.py fetch two texts"
         )
     if path.is_file():
         return path.read_bytes().decode()
     files = sorted(path.glob("*.txt"))
     if not files:
-        raise TextError(f"{path} holds no *.txt")
+        raise ValueError(f"{path} holds no *.txt")
     return "\n\n".join(file.read_bytes().decode() for file in files)
+
+
+def read_tokens(model: Path, file: Path, count: int, start: int = 0) -> list[int]:
+    """The first ``count`` tokens of a text, no special token added.
+
+    Raises:
+        ValueError: the text is shorter, or ``count`` leaves nothing after position ``start``.
+    """
+    from kitty_jax.models.tokenizer import load_tokenizer
+
+    if count <= start + 1:
+        raise ValueError(
+            f"--tokens must be more than --start + 1 = {start + 1}, got {count}; give more, or a lower --start"
+        )
+    text = read_text(file)
+    tokenizer = load_tokenizer(model)
+    # Enough characters for the tokens wanted, doubled until there are: tokenizing a whole book takes its time.
+    size = 8 * count
+    while True:
+        tokens = tokenizer(text[:size], add_special_tokens=False, verbose=False)["input_ids"]
+        # The cut may split a word: its last tokens count only when the text ends there.
+        if len(tokens) >= count + 16 or (size >= len(text) and len(tokens) >= count):
+            return tokens[:count]
+        if size >= len(text):
+            raise ValueError(f"{file} has {len(tokens)} tokens, wanted {count}: give fewer --tokens or a longer text")
+        size *= 2
 
 
 def fetch_kjv(cache: Path = CACHE) -> Path:
@@ -48,7 +73,7 @@ def fetch_kjv(cache: Path = CACHE) -> Path:
         return _checked(target)
     missing = [tool for tool in ("apt-get", "dpkg-deb") if not shutil.which(tool)]
     if missing:
-        raise TextError(
+        raise ValueError(
             f"needs {' and '.join(missing)} of Debian; elsewhere, give evaluate.py any long text of your own"
         )
     cache.mkdir(parents=True, exist_ok=True)
@@ -68,7 +93,7 @@ def fetch_kjv(cache: Path = CACHE) -> Path:
 def _checked(path: Path) -> Path:
     got = hashlib.sha256(path.read_bytes()).hexdigest()
     if got != KJV_SHA256:
-        raise TextError(f"{path} has SHA-256 {got}, wanted {KJV_SHA256}. Delete it and run this again.")
+        raise ValueError(f"{path} has SHA-256 {got}, wanted {KJV_SHA256}. Delete it and run this again.")
     return path
 
 
@@ -76,20 +101,15 @@ def _run(command: list[str], folder: Path) -> str:
     try:
         result = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     except OSError as error:
-        raise TextError(f"{command[0]} did not start: {error}") from error
+        raise ValueError(f"{command[0]} did not start: {error}") from error
     if result.returncode:
-        raise TextError(f"{' '.join(command)} failed: {(result.stderr or result.stdout).strip()[-400:]}")
+        raise ValueError(f"{' '.join(command)} failed: {(result.stderr or result.stdout).strip()[-400:]}")
     return result.stdout
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    try:
-        print(fetch_kjv())
-    except TextError as error:
-        print(f"texts.py: {error}", file=sys.stderr)
-        return 1
-    return 0
+    parser = Parser("texts.py", __doc__)
+    return run_command(parser, lambda _: print(fetch_kjv()), None)
 
 
 if __name__ == "__main__":

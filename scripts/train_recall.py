@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +36,12 @@ from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import DecoderConfig
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.rope import RopeConfig
-from kitty_jax.research.tasks.lookup import Lookup, evaluate, table
+from kitty_jax.research.scoring import SCORINGS
+from kitty_jax.research.tasks.lookup import Lookup, evaluate
+from scripts.command_line import Parser, run_command, whole
 from scripts.recall_model import initial_model, load_task, save
+from scripts.tables import markdown, percent, write_json
+from scripts.task_runs import say
 
 SHORT = 256  # tokens up to which plain attention is as fast as cuDNN's, which has limits on lengths of its own
 ROUND = 50  # steps between two looks at the accuracy; one program
@@ -76,6 +79,9 @@ class Recipe:
     def batch(self, pairs: int) -> int:
         """Sequences of a batch at a length."""
         return max(1, min(self.most_rows, self.tokens // (6 * pairs)))
+
+
+RECIPE_OPTIONS = {f.name: f.default for f in dataclasses.fields(Recipe) if f.name not in ("task", "stages")}
 
 
 def attend(cache, q, k, v):
@@ -182,34 +188,32 @@ def train(config: DecoderConfig, recipe: Recipe, *, seconds: float = float("inf"
     return trained, dataclasses.replace(recipe.task, pairs=pairs), history
 
 
-def parser() -> argparse.ArgumentParser:
-    out = argparse.ArgumentParser(prog="train_recall.py", description=__doc__.splitlines()[0])
+def parser() -> Parser:
+    out = Parser("train_recall.py", __doc__)
     out.add_argument("--out", type=Path, help="train, and write the checkpoint directory here")
     out.add_argument("--evaluate", type=Path, metavar="DIR", help="a directory that --out wrote: no training")
     out.add_argument("--json", type=Path, required=True, help="where the results go")
     group = out.add_argument_group("evaluation")
     group.add_argument("--cache", action="append", default=[], metavar="NAME", help="default: every named cache")
-    group.add_argument("--sequences", type=int, default=64, help="each asks for all its pairs (default: %(default)s)")
-    group.add_argument("--scoring", choices=("simulation", "packed"), default="simulation")
-    group.add_argument("--batch", type=int, default=16, help="sequences at a time (default: %(default)s)")
-    group.add_argument("--workers", type=int, default=1, help="caches at a time (default: %(default)s)")
+    group.add_argument("--scoring", choices=SCORINGS, default="simulation")
+    whole_numbers = {
+        "sequences": (64, "each asks for all its pairs"),
+        "batch": (16, "sequences at a time"),
+        "workers": (1, "caches at a time"),
+    }
+    for name, (default, what) in whole_numbers.items():
+        group.add_argument(f"--{name}", type=whole(1), default=default, help=f"{what} (default: %(default)s)")
     group.add_argument("--evaluation-seed", type=int, default=1234, help="of the sequences (default: %(default)s)")
     group = out.add_argument_group("model and recipe")
-    sizes = {"layers": 2, "heads": 4, "kv-heads": 2, "head-dim": 128, "embed": 256, "mlp": 512}
-    sizes |= {"firsts": 64, "lasts": 64, "values": 1024}
-    for name, default in sizes.items():
-        group.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
-    group.add_argument(
-        "--stages", type=int, nargs="+", default=[2, 4, 8, 32, 128, 320], metavar="P", help="pairs, growing"
-    )
+    stages = [2, 4, 8, 32, 128, 320]
+    group.add_argument("--stages", type=int, nargs="+", default=stages, metavar="P", help="pairs, growing")
     group.add_argument("--seconds", type=float, default=float("inf"), help="after so long the decay begins")
-    for field in dataclasses.fields(Recipe):
-        if field.name not in ("task", "stages"):
-            kind = type(field.default)
-            group.add_argument(
-                f"--{field.name.replace('_', '-')}", type=kind, default=field.default, help="default: %(default)s"
-            )
+    defaults = {"layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 128, "embed": 256, "mlp": 512}
+    defaults |= {"firsts": 64, "lasts": 64, "values": 1024}
+    for name, default in (defaults | RECIPE_OPTIONS).items():
+        option = f"--{name.replace('_', '-')}"
+        group.add_argument(option, type=type(default), default=default, help="default: %(default)s")
     return out
 
 
@@ -218,8 +222,7 @@ def recipe_of(options: argparse.Namespace) -> tuple[DecoderConfig, Recipe]:
     if options.stages != sorted(set(options.stages)):
         raise ValueError(f"--stages must grow, got {options.stages}")
     task = Lookup(options.stages[-1], options.firsts, options.lasts, options.values)
-    names = [f.name for f in dataclasses.fields(Recipe) if f.name not in ("task", "stages")]
-    recipe = Recipe(task, tuple(options.stages), **{name: getattr(options, name) for name in names})
+    recipe = Recipe(task, tuple(options.stages), **{name: getattr(options, name) for name in RECIPE_OPTIONS})
     config = dataclasses.replace(
         config_from_name("qwen3-0.6b"),
         vocab_size=task.vocab_size,
@@ -262,23 +265,17 @@ def run(options: argparse.Namespace) -> None:
     )
     report |= {"task": dataclasses.asdict(task), "tokens": task.length, "scoring": options.scoring, "caches": results}
     report["evaluation_seconds"] = time.perf_counter() - begin
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(results))
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    write_json(options.json, report)
+    rows = []
+    for name, row in results.items():
+        inside = "" if row["pages_accuracy"] is None else f"{100 * row['pages_accuracy']:.2f}"
+        accuracy = f"{100 * row['accuracy']:.2f} ({percent(row['interval'], 2)})"
+        rows.append([name, accuracy, inside, f"{100 * row['same_as_full']:.2f}"])
+    print(markdown(["cache", "exact match % (95 % interval)", "of pairs in pages %", "same as full %"], rows))
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
-    try:
-        run(options)
-    except (ValueError, OSError) as error:
-        print(f"train_recall.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(parser(), run, argv)
 
 
 if __name__ == "__main__":

@@ -13,25 +13,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.optimize
 from jax import Array
 
-from kitty_jax.cache.attention import causal_attention
 from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.dense_attention import causal_attention
 from kitty_jax.cache.query_statistic import squared_queries
-from kitty_jax.pallas_kernels.quantize import channel_scores, dequantize_keys, quantize_keys
-from kitty_jax.research.fake_quantize import fake_quantize_values, split_pages
-from kitty_jax.research.metrics import compare_hidden, relative_error
-from kitty_jax.research.simulation import SimulatedLayer, simulated_attention, simulated_caches, timed_attention
-
-STEPS = 1024  # of the channels: boosts to choose from are multiples of such a fraction, or of a larger one
+from kitty_jax.pallas_kernels.quantize import channel_scores
+from kitty_jax.research.fake_quantize import split_pages
+from kitty_jax.research.metrics import START, attention_errors
+from kitty_jax.research.scoring import compare, hidden_states
 
 
 def key_scores(model, tokens: Array, cache: CacheConfig) -> np.ndarray:
@@ -83,20 +80,12 @@ def with_boosts(cache: CacheConfig, boosts: Sequence[float]) -> tuple[CacheConfi
     return tuple(dataclasses.replace(cache, boost=float(boost)) for boost in boosts)
 
 
-def layer_costs(
-    model,
-    tokens: Array,
-    cache: CacheConfig,
-    boosts: Sequence[float],
-    *,
-    start: int = 512,
-    by_kl: bool = True,
-) -> np.ndarray:
+def layer_costs(model, tokens: Array, cache: CacheConfig, boosts: Sequence[float], *, start: int = START) -> np.ndarray:
     """What each layer's quantization costs, by the boost it gets: [L, options].
 
-    The squared error of the attention output (relative, every layer fed the full-precision run's inputs) at each boost;
-    with ``by_kl`` times a weight per layer, the KL divergence of the whole model when that layer alone is cached with
-    the cache's own boost, over its squared error then. That is a pass of the model per layer.
+    The squared error of the attention output (relative, every layer fed the full-precision run's inputs) at each boost,
+    times a weight per layer: the KL divergence of the whole model when that layer alone is cached with the cache's own
+    boost, over its squared error then. That is a pass of the model per layer.
 
     Args:
         tokens: int32 [T], more than ``start``.
@@ -106,7 +95,7 @@ def layer_costs(
     Raises:
         ValueError: the text is so short that no position from ``start`` on sees a quantized page.
     """
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens, layers = jnp.asarray(tokens, jnp.int32), model.config.num_layers
     if tokens.shape[0] <= start + 1:
         raise ValueError(f"wanted a text of more than start + 1 = {start + 1} tokens, got {tokens.shape[0]}")
     if tokens.shape[0] <= cache.sink + cache.page:
@@ -114,45 +103,27 @@ def layer_costs(
             f"wanted a text of more than sink + page = {cache.sink + cache.page} tokens, got {tokens.shape[0]}: no "
             "position sees a quantized page, so nothing can be said of its cost"
         )
-    layers = model.config.num_layers
-    positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)[None]
-    options = (*with_boosts(cache, boosts), cache)
-    probes = tuple(tuple(SimulatedLayer(c, jnp.int32(i)) for c in options) for i in range(layers))
-    full, errors = model(tokens[None], positions, probes, functools.partial(_probe, start))
-    squares = np.square(np.array([[float(x) for x in row] for row in errors]))  # [L, options + 1]
-    if not by_kl:
-        return squares[:, :-1]
-    weights = []
+    full, errors = attention_errors(model, tokens, [*with_boosts(cache, boosts), cache], start)
+    squares = np.square(errors.T)  # [L, options + 1]
     for layer in range(layers):
         alone = [CacheConfig.full()] * layers
         alone[layer] = cache
-        hidden, _ = model(tokens[None], positions, simulated_caches(alone, layers), _simulate)
-        kl, square = compare_hidden(model, full[0], hidden[0], tokens, start)["kl"], squares[layer, -1]
-        weights.append(kl / square if square else 0.0)  # a layer without error costs nothing
-    return squares[:, :-1] * np.array(weights)[:, None]
-
-
-_simulate = jax.jit(simulated_attention)
-_full = jax.jit(causal_attention)
-
-
-def _probe(start: int, caches, q: Array, k: Array, v: Array):
-    out = _full(q, k, v)
-    return out, tuple(relative_error(out, _simulate(cache, q, k, v)[0], start) for cache in caches)
+        hidden = hidden_states(model, tokens[None], alone)[0]
+        kl, square = compare(model, full, hidden, tokens, start)["kl"], squares[layer, -1]
+        squares[layer] *= kl / square if square else 0.0  # a layer without error costs nothing
+    return squares[:, :-1]
 
 
 def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple[float, ...]:
-    """The boost of each layer that makes the sum of costs least, while their mean is at most the budget. Exact.
+    """The boost of each layer that makes the sum of costs least, while their mean is at most the budget.
 
     Args:
         costs: [L, options], from :func:`layer_costs`.
-        boosts: the options, fractions from 0 to 1, whole multiples of a common step (1/8, say) of 1/1024 or more, in
-            any order.
+        boosts: the options, fractions from 0 to 1, in any order.
         budget: the mean boost to keep to.
 
     Raises:
-        ValueError: no choice keeps to the budget, the options have no common step, or the costs are no finite numbers
-            for each layer and option.
+        ValueError: no choice keeps to the budget, or the costs are no finite numbers for each layer and option.
     """
     costs, boosts = np.asarray(costs, np.float64), [float(b) for b in boosts]
     if costs.ndim != 2 or not costs.size or costs.shape[1] != len(boosts):
@@ -163,71 +134,20 @@ def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple
             f"costs must be finite, got {costs[layer, option]} for layer {layer} and boost {boosts[option]}; was the "
             "text long enough, and the model's output finite?"
         )
-    if not math.isfinite(budget):
+    if not np.isfinite(budget):
         raise ValueError(f"the mean boost must be a finite number, got {budget}")
-    layers = len(costs)
-    unit, weights = _steps(boosts)
-    room = int(np.floor(budget * layers / unit + 1e-9))
-    if room < layers * min(weights):
-        raise ValueError(f"a mean boost of {budget} is less than the least option, {min(boosts)}")
-    # best[r]: least cost of the layers so far with at most r units; choice[l][r]: what layer l then takes.
-    best, choice = np.zeros(room + 1), np.zeros((layers, room + 1), int)
-    for layer in range(layers):
-        candidates = np.full((len(boosts), room + 1), np.inf)
-        for option, weight in enumerate(weights):
-            if weight > room:
-                continue
-            candidates[option, weight:] = best[: room + 1 - weight] + costs[layer, option]
-        choice[layer], best = candidates.argmin(0), candidates.min(0)
-    out, left = [], room
-    for layer in reversed(range(layers)):
-        out.append(boosts[choice[layer, left]])
-        left -= weights[choice[layer, left]]
-    return tuple(reversed(out))
-
-
-def _steps(boosts: list[float]) -> tuple[float, list[int]]:
-    """The greatest step that all are whole multiples of, and how many of it each is."""
     if not all(0 <= b <= 1 for b in boosts):
         raise ValueError(f"boosts are fractions of the channels from 0 to 1, got {boosts}")
-    fractions = [Fraction(b).limit_denominator(STEPS) for b in boosts]
-    parts = math.lcm(*(f.denominator for f in fractions))
-    if parts > STEPS or any(abs(float(f) - b) > 1e-9 for f, b in zip(fractions, boosts, strict=True)):
-        raise ValueError(f"boosts must be whole multiples of a common step of 1/{STEPS} or more, got {boosts}")
-    counts = [int(f * parts) for f in fractions]
-    step = math.gcd(*counts) or parts
-    return step / parts, [count // step for count in counts]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _listed(config: CacheConfig, listed: Array, q: Array, k: Array, v: Array) -> Array:
-    fmt = config.page_format(k.shape[-1])
-    pages = split_pages(k.astype(jnp.float32), config.sink, config.page)
-    scores = jnp.broadcast_to(listed, (*pages.shape[:2], *listed.shape))
-    codes = quantize_keys(pages, fmt, scores=scores, shrink=config.key_shrink)
-    middle = jnp.swapaxes(dequantize_keys(codes, fmt), 2, 3).reshape(k.shape[0], -1, *k.shape[2:])
-    end = config.sink + middle.shape[1]
-    wide = k.astype(jnp.float32)
-    keys = jnp.concatenate([wide[:, : config.sink], middle, wide[:, end:]], axis=1)
-    return timed_attention(q, k, v, keys, fake_quantize_values(v, config), config)
-
-
-def listed_attention(cache: CacheConfig, q: Array, k: Array, v: Array) -> tuple[Array, CacheConfig]:
-    """:func:`.simulation.simulated_attention` for a config with fixed lists, one compilation for all of them.
-
-    Lists are static in a config, so a list per layer would otherwise compile every layer's attention on its own.
-
-    Args:
-        cache: one config per layer is the ``caches`` of a model; others than fixed lists are simulated as they are.
-    """
-    lists = cache.channel_lists() if cache.quantized else ()
-    if not lists:
-        return _simulate(SimulatedLayer(cache, jnp.int32(0)), q, k, v)[0], cache
-    listed = np.zeros((len(lists), k.shape[-1]), np.float32)
-    for row, channels in zip(listed, lists, strict=True):
-        row[list(channels)] = 1
-    listed = np.broadcast_to(listed, (k.shape[2], k.shape[-1]))
-    return _listed(dataclasses.replace(cache, selection="magnitude"), jnp.asarray(listed), q, k, v), cache
+    if budget < min(boosts):
+        raise ValueError(f"a mean boost of {budget} is less than the least option, {min(boosts)}")
+    layers, options = costs.shape
+    one_each = scipy.optimize.LinearConstraint(np.kron(np.eye(layers), np.ones(options)), 1, 1)
+    within = scipy.optimize.LinearConstraint(np.tile(boosts, layers), -np.inf, budget * layers + 1e-9)
+    scaled = costs.ravel() / (np.abs(costs).max() or 1)  # the solver's tolerances are absolute
+    found = scipy.optimize.milp(
+        scaled, integrality=1, bounds=(0, 1), constraints=[one_each, within], options={"mip_rel_gap": 0}
+    )
+    return tuple(boosts[i] for i in found.x.reshape(layers, options).argmax(1))
 
 
 def save_caches(caches: Sequence[CacheConfig], path: Path) -> None:

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from kitty_jax.cache.config import CacheConfig, layer_configs
+from kitty_jax.cache.config import layer_configs
 from kitty_jax.cache.steps import functional
 from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.prompts import bucket, check_capacity, check_whole
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 from kitty_jax.pallas_kernels.implementation import Implementation
+from kitty_jax.research.scoring import Cache, check_scoring, score
 from kitty_jax.research.tasks.results import ResultFile
-from kitty_jax.research.tasks.scoring import SCORINGS, score
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -35,13 +35,14 @@ except ImportError as error:
     ) from error
 
 _log = logging.getLogger(__name__)
+_MAX_GEN_TOKS = 256  # where a task does not say, as the harness's own models
 _KNOWN = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p")
 
 
 class KittyLM(TemplateLM):
     """The harness's language model.
 
-    Log-likelihoods are teacher-forced over the cache (:mod:`.tasks.scoring`). Generation goes through the
+    Log-likelihoods are teacher-forced over the cache (:mod:`.scoring`). Generation goes through the
     packed cache, in one :class:`.Engine` for all requests with the same generation settings.
     """
 
@@ -49,17 +50,15 @@ class KittyLM(TemplateLM):
         self,
         model: Any,
         tokenizer: Any,
-        cache: CacheConfig | str | Sequence[CacheConfig] = "kitty_pro",
+        cache: Cache = "kitty_pro",
         *,
         batch_size: int = 8,
         max_length: int | None = None,
-        max_gen_toks: int = 256,
         eos: Sequence[int] | None = None,
         seed: int = 0,
         scoring: str = "simulation",
         implementation: Implementation = "auto",
         answers: ResultFile | None = None,
-        chat_options: Mapping[str, Any] | None = None,
     ):
         """Args:
         model: a model of ``kitty_jax.models``.
@@ -68,30 +67,25 @@ class KittyLM(TemplateLM):
         batch_size: sequences at a time.
         max_length: most tokens of context and answer; by default the positions that the model was made for. Contexts
             that leave no room are cut at their start, as the harness's own models do, with a warning.
-        max_gen_toks: most new tokens where a task does not say.
         eos: ids that end an answer; by default the tokenizer's.
         seed: request i of those with equal settings samples with seed + i.
         scoring: "simulation" or "packed".
         implementation: of the operations on pages.
         answers: where generated texts go as they finish, and are taken from in a run that is taken up again.
-        chat_options: for the chat template, such as ``{"enable_thinking": False}``.
         """
         super().__init__()
         check_whole("batch_size", batch_size, 1)
-        check_whole("max_gen_toks", max_gen_toks, 1)
-        if scoring not in SCORINGS:
-            raise ValueError(f"scoring must be one of {', '.join(SCORINGS)}, got {scoring!r}")
+        check_scoring(scoring)
         layer_configs(cache, model.config.num_layers)
         own = tokenizer.eos_token_id
         self.eos = sorted(set(([] if own is None else [own]) if eos is None else eos))
         if own is None and not self.eos:
             raise ValueError("the tokenizer has no end-of-sequence token; give eos=[...]")
         self.model, self.tokenizer, self.cache = functional(model), tokenizer, cache
-        self.batch_size, self.max_gen_toks, self.seed = batch_size, max_gen_toks, seed
+        self.batch_size, self.seed = batch_size, seed
         self.max_length = model.config.max_position if max_length is None else max_length
         check_whole("max_length", self.max_length, 2)
         self.scoring, self.implementation, self.answers = scoring, implementation, answers
-        self.chat_options = dict(chat_options or {})
 
     @property
     def eot_token_id(self) -> int:
@@ -120,7 +114,6 @@ class KittyLM(TemplateLM):
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
-            **self.chat_options,
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
@@ -189,18 +182,16 @@ class KittyLM(TemplateLM):
         for settings, indices in groups.items():
             stops, most, sampler = self._settings(json.loads(settings))
             contexts = self._contexts([requests[i].args[0] for i in indices], most)
-            asked = [Request(ids, most, (self.seed + j) % 2**32, stops) for j, ids in enumerate(contexts)]
-            keys = []
-            for i in indices:
+            done, missing = self.answers.rows if self.answers is not None else {}, []
+            for j, (i, ids) in enumerate(zip(indices, contexts, strict=True)):
                 # By its text, and a count where a task repeats a request: what other tasks ran decides nothing.
                 key = hashlib.sha256(f"{settings}\n{requests[i].args[0]}".encode()).hexdigest()[:24]
                 seen[key] += 1
-                keys.append(f"{key}-{seen[key]}")
-            done = self.answers.rows if self.answers is not None else {}
-            missing = [j for j, key in enumerate(keys) if key not in done]
-            for j, key in enumerate(keys):
+                key = f"{key}-{seen[key]}"
                 if key in done:
-                    out[indices[j]] = done[key]["text"]
+                    out[i] = done[key]["text"]
+                else:
+                    missing.append((i, key, Request(ids, most, (self.seed + j) % 2**32, stops)))
             if not missing:
                 continue
             engine = Engine(
@@ -213,12 +204,12 @@ class KittyLM(TemplateLM):
                 eos=self.eos,
                 implementation=self.implementation,
             )
-            for index, got in engine.as_completed([asked[j] for j in missing]):
-                j = missing[index]
-                out[indices[j]] = got.text
+            for index, got in engine.as_completed([request for _, _, request in missing]):
+                i, key, _ = missing[index]
+                out[i] = got.text
                 if self.answers is not None:
-                    self.answers.append(keys[j], {"text": got.text, "tokens": len(got.tokens), "ended": got.ended})
-                self.cache_hook.add_partial("generate_until", requests[indices[j]].args, got.text)
+                    self.answers.append(key, {"text": got.text, "tokens": len(got.tokens), "ended": got.ended})
+                self.cache_hook.add_partial("generate_until", requests[i].args, got.text)
         return out
 
     def _contexts(self, texts: Sequence[str], most: int) -> list[list[int]]:
@@ -242,7 +233,7 @@ class KittyLM(TemplateLM):
             raise ValueError(f"unknown generation settings {unknown}; known ones: {', '.join(_KNOWN)}")
         until = given.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
-        most = int(given.get("max_gen_toks", self.max_gen_toks))
+        most = int(given.get("max_gen_toks", _MAX_GEN_TOKS))
         temperature = given.get("temperature")
         if not given.get("do_sample", bool(temperature)) or temperature == 0:
             return until, most, Greedy()

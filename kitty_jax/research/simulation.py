@@ -23,7 +23,7 @@ from jax import Array
 from kitty_jax.cache.config import CacheConfig, layer_configs
 from kitty_jax.cache.dense_attention import causal_attention
 from kitty_jax.pallas_kernels.partials import MASKED
-from kitty_jax.research.fake_quantize import fake_quantize
+from kitty_jax.research.fake_quantize import fake_quantize_keys, fake_quantize_values
 
 KEY_SPANS = 4  # a long text is cut into this many spans of queries; each attends no further than its own end
 
@@ -31,15 +31,29 @@ KEY_SPANS = 4  # a long text is cut into this many spans of queries; each attend
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SimulatedLayer:
-    """What :func:`simulated_attention` must know of a layer: its cache (static) and its number, int32 []."""
+    """What :func:`simulated_attention` must know of a layer.
+
+    Attributes:
+        config: its cache, static.
+        index: its number, int32 [].
+        channels: int32 [K or 1, C], a fixed list of boosted channels as data: static lists, another for each layer,
+            would compile each layer's attention on its own. ``config`` then has none.
+    """
 
     config: CacheConfig = dataclasses.field(metadata={"static": True})
     index: Array
+    channels: Array | None = None
 
 
 def simulated_caches(cache: CacheConfig | str | Sequence[CacheConfig], num_layers: int) -> tuple[SimulatedLayer, ...]:
     """The ``caches`` argument of a model for a config, a name, or one config per layer."""
-    return tuple(SimulatedLayer(c, jnp.int32(i)) for i, c in enumerate(layer_configs(cache, num_layers)))
+    out = []
+    for index, config in enumerate(layer_configs(cache, num_layers)):
+        lists = config.channel_lists() if config.quantized else ()
+        if lists:
+            config = dataclasses.replace(config, selection="magnitude")
+        out.append(SimulatedLayer(config, jnp.int32(index), jnp.array(lists, jnp.int32) if lists else None))
+    return tuple(out)
 
 
 def simulated_attention(cache: SimulatedLayer, q: Array, k: Array, v: Array) -> tuple[Array, SimulatedLayer]:
@@ -54,11 +68,14 @@ def simulated_attention(cache: SimulatedLayer, q: Array, k: Array, v: Array) -> 
     """
     if not cache.config.quantized:
         return causal_attention(q, k, v), cache
-    quantized_k, quantized_v = fake_quantize(k, v, cache.config, layer=cache.index, queries=q)
-    return timed_attention(q, k, v, quantized_k, quantized_v, cache.config), cache
+    quantized_k = fake_quantize_keys(k, cache.config, layer=cache.index, queries=q, channels=cache.channels)
+    quantized_v = fake_quantize_values(v, cache.config)
+    return _timed_attention(q, k, v, quantized_k, quantized_v, cache.config), cache
 
 
-def timed_attention(q: Array, k: Array, v: Array, quantized_k: Array, quantized_v: Array, config: CacheConfig) -> Array:
+def _timed_attention(
+    q: Array, k: Array, v: Array, quantized_k: Array, quantized_v: Array, config: CacheConfig
+) -> Array:
     """Causal attention in which the cache's timing decides, per query and key, between full-precision and quantized.
 
     Args:

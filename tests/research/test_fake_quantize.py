@@ -61,10 +61,21 @@ def test_the_gradient_is_that_of_the_identity(text):
     np.testing.assert_array_equal(got[1], weight[1])
 
 
-def test_the_tangent_is_that_of_the_identity(text):
-    out, tangent = jax.jvp(fake_keys, (text,), (2 * text,))
-    np.testing.assert_array_equal(out, fake_keys(text))
-    np.testing.assert_array_equal(tangent, 2 * text)
+def test_names_are_taken_and_what_does_not_fit_is_refused(text):
+    short = text[:, :35]
+    for got, wanted in zip(fake_quantize(short, short, "kitty"), (short, short), strict=True):
+        np.testing.assert_array_equal(got, wanted)  # no page of 128 is full
+    for arguments, message in (
+        ((text, text[:, :9], "kitty"), r"of one shape, got \(2, 40, 2, 16\) and \(2, 9, 2, 16\)"),
+        ((text[0], text[0], "kitty"), r"must be \[B, T, K, D\]"),
+        ((text, text, "kitten"), "unknown cache 'kitten'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fake_quantize(*arguments)
+    with pytest.raises(ValueError, match=r"N a multiple of K, got \(2, 40, 1, 16\)"):
+        fake_quantize(text, text, "kitty", queries=text[:, :, :1])
+    with pytest.raises(ValueError, match="weighs channels by the queries: pass them"):
+        fake_quantize(text, text, CacheConfig.kitty_plus(sink=3, page=16, window=16))
 
 
 def test_finetuning_through_the_cache_lowers_the_loss():

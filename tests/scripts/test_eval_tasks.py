@@ -138,21 +138,8 @@ def test_humaneval_runs_programs_only_when_asked(checkpoint, tmp_path, capsys, m
 
 def test_recall_writes_every_cell(checkpoint, tmp_path, capsys):
     out = tmp_path / "recall.json"
-    command = [
-        "recall",
-        "--model",
-        checkpoint,
-        "--json",
-        out,
-        "--lengths",
-        "200",
-        "--depths",
-        "0",
-        "1",
-        "--trials",
-        "2",
-    ]
-    command += ["--new-tokens", "4", "--batch", "4"]
+    command = ["recall", "--model", checkpoint, "--json", out, "--lengths", "200", "--depths", "0", "1"]
+    command += ["--trials", "2", "--new-tokens", "4", "--batch", "4"]
     assert main([str(x) for x in command]) == 0
     got = json.loads(out.read_text())
     assert got["setup"]["task"] == "passkey"
@@ -165,7 +152,7 @@ def test_recall_writes_every_cell(checkpoint, tmp_path, capsys):
     for change, message in (
         (["--task", "needle"], "needs --file"),
         (["--lengths", "400"], "the model was made for 256"),
-        (["--trials", "0"], "--trials must be"),
+        (["--trials", "0"], "argument --trials: must be a whole number"),
     ):
         assert main([str(x) for x in [*command, *change]]) == 2
         assert message in capsys.readouterr().err

@@ -18,9 +18,9 @@ from kitty_jax.models.llama3 import smollm2_135m
 from kitty_jax.models.tokenizer import load_tokenizer
 from kitty_jax.research.metrics import evaluate_text, stored_bits
 from kitty_jax.research.simulation import simulated_attention, simulated_caches
-from scripts.eval_text import read_tokens
 from scripts.evaluate import main
-from scripts.task_runs import write_json
+from scripts.tables import write_json
+from scripts.texts import read_tokens
 from tests.scripts.cli_checkpoint import write_checkpoint
 
 TEXT = "the cat sat on 123 mats, and the other cat did not. " * 8
@@ -94,8 +94,8 @@ def test_an_interrupted_write_leaves_the_results_so_far(tmp_path, monkeypatch):
         monkeypatch.setattr(Path, "write_text", half)
         on_row({"full": {"nll": 1.0}, "kitty": {"nll": 2.0}})
 
-    monkeypatch.setattr("kitty_jax.research.metrics.evaluate_text", evaluate)
-    monkeypatch.setattr("kitty_jax.models.checkpoint.load_model", lambda *args, **kwargs: None)
+    monkeypatch.setattr("scripts.eval_text.evaluate_text", evaluate)
+    monkeypatch.setattr("scripts.eval_text.load_model", lambda *args, **kwargs: None)
     monkeypatch.setattr("scripts.eval_text.read_tokens", lambda *args: [])
     file = tmp_path / "new" / "out.json"
     assert main(["text", "--model", "m", "--file", "f", "--json", str(file), "--cache", "kitty"]) == 2

@@ -12,7 +12,7 @@ from kitty_jax.cache.attention import causal_attention
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
-from kitty_jax.research.tasks.lookup import Lookup, answers, evaluate, figures, in_pages
+from kitty_jax.research.tasks.lookup import Lookup, answers, evaluate, in_pages
 from scripts import recall_model, train_recall
 
 TASK = Lookup(pairs=5, firsts=4, lasts=4, values=8)
@@ -62,36 +62,11 @@ def test_a_pair_counts_as_in_a_page_once_its_page_is_full():
     assert not in_pages(tokens, task, CacheConfig.full()).any()
 
 
-def test_figures_by_hand():
-    right, full = np.array([[True, False], [True, True]]), np.ones((2, 2), bool)
-    tokens = np.asarray(dataclasses.replace(TASK, pairs=2).sample(jax.random.key(0), 2))
-    got = figures(right, full, tokens, dataclasses.replace(TASK, pairs=2), [CacheConfig.full()])
-    assert (got["answers"], got["correct"], got["accuracy"], got["same_as_full"]) == (4, 3, 0.75, 0.75)
-    assert got["interval"] == pytest.approx([0.26, 1.0], abs=0.01)  # two sequences with means of 0.5 and 1
-    assert got["pages_accuracy"] is None
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """(model, task, history, directory) of a training of 120 steps."""
-    options = train_recall.parser().parse_args(
-        [
-            "--json",
-            "x",
-            *SMALL,
-            "--stages",
-            "2",
-            "5",
-            "--steps",
-            "50",
-            "--decay",
-            "50",
-            "--rate",
-            "1e-2",
-            "--warmup",
-            "5",
-        ]
-    )
+    steps = ["--stages", "2", "5", "--steps", "50", "--decay", "50", "--rate", "1e-2", "--warmup", "5"]
+    options = train_recall.parser().parse_args(["--json", "x", *SMALL, *steps])
     config, recipe = train_recall.recipe_of(options)
     lines = []
     model, task, history = train_recall.train(config, recipe, say=lines.append)
@@ -174,6 +149,10 @@ def test_the_command_evaluates_a_directory(trained, tmp_path, capsys):
     assert list(report["caches"]) == ["full", CACHE]
     assert report["caches"]["full"]["answers"] == 15
     assert report["tokens"] == 30
+    full = report["caches"]["full"]
+    assert (full["accuracy"], full["same_as_full"]) == (full["correct"] / 15, 1)
+    assert (full["in_pages"], full["pages_accuracy"]) == (0, None)
+    assert 0 <= full["interval"][0] <= full["accuracy"] <= full["interval"][1] <= 1
     out = capsys.readouterr().out
     assert f"| {CACHE} | {100 * report['caches'][CACHE]['accuracy']:.2f} (" in out
 

@@ -1,14 +1,68 @@
-"""The figures of a run over items, and of a cache's run against the full-precision one."""
+"""The figures of a run over items, with 95 % intervals, and of a cache's run against the full-precision one."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kitty_jax.research.tasks.intervals import accuracy_interval, mcnemar, mean_interval, paired_difference, wilson
+import numpy as np
+from scipy.stats import binomtest, norm, sem
 
 Rows = Sequence[Mapping[str, Any]]
+
+
+def wilson(successes: int, count: int) -> tuple[float, float]:
+    """Wilson's score interval of a proportion (E. B. Wilson, 1927)."""
+    low, high = binomtest(successes, count).proportion_ci(method="wilson")
+    return float(low), float(high)
+
+
+def mean_interval(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
+    """Normal interval of a mean of independent values, cut to ``low`` and ``high``; all of that for a single value."""
+    half = norm.ppf(0.975) * sem(values) if len(values) > 1 else math.inf
+    mean = statistics.fmean(values)
+    return float(max(mean - half, low)), float(min(mean + half, high))
+
+
+def accuracy_interval(by_item: Sequence[Sequence[bool]]) -> tuple[float, float]:
+    """Interval of the accuracy: Wilson's where each item was answered once, else normal over the items' own means."""
+    if all(len(answers) == 1 for answers in by_item):
+        return wilson(sum(answers[0] for answers in by_item), len(by_item))
+    return mean_interval([statistics.fmean(answers) for answers in by_item])
+
+
+def paired_difference(both: int, first: int, second: int, neither: int) -> tuple[float, float]:
+    """Interval of accuracy(first) - accuracy(second) over the same items, from Wilson intervals of the two accuracies
+    and their correlation (R. G. Newcombe, 1998, paired differences, square-and-add without continuity correction).
+
+    Args:
+        both, first, second, neither: items that both, only the first, only the second, neither got right.
+    """
+    n = both + first + second + neither
+    p, q = (both + first) / n, (both + second) / n
+    (low_p, high_p), (low_q, high_q) = wilson(both + first, n), wilson(both + second, n)
+    margins = (both + first) * (second + neither) * (both + second) * (first + neither)
+    phi = (both * neither - first * second) / math.sqrt(margins) if margins else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(a * a - 2 * phi * a * b + b * b, 0.0))
+
+    return p - q - reach(p - low_p, high_q - q), p - q + reach(high_p - p, q - low_q)
+
+
+def mcnemar(first: int, second: int) -> float:
+    """Two-sided exact p-value that items only the first, and only the second, got right are equally likely."""
+    return float(binomtest(first, first + second).pvalue) if first + second else 1.0
+
+
+def by_item(rows: Rows, value: str = "correct") -> dict[Any, list[Any]]:
+    """The ``value`` of each item's rows."""
+    out: dict[Any, list[Any]] = {}
+    for row in rows:
+        out.setdefault(row["item"], []).append(row[value])
+    return out
 
 
 def summarize(rows: Rows) -> dict[str, Any]:
@@ -18,14 +72,14 @@ def summarize(rows: Rows) -> dict[str, Any]:
         ``items``, ``answers`` (items times repeats), ``correct`` answers, ``accuracy``, its 95 % ``interval``,
         ``mean_tokens`` generated, ``cut_off``: answers that ran into the limit of new tokens.
     """
-    by_item = _by_item(rows)
+    items = list(by_item(rows).values())
     correct = sum(row["correct"] for row in rows)
     return {
-        "items": len(by_item),
+        "items": len(items),
         "answers": len(rows),
         "correct": correct,
         "accuracy": correct / len(rows),
-        "interval": list(accuracy_interval(list(by_item.values()))),
+        "interval": list(accuracy_interval(items)),
         "mean_tokens": statistics.fmean(row["tokens"] for row in rows),
         "cut_off": sum(row["ended"] == "length" for row in rows),
     }
@@ -49,10 +103,9 @@ def compare(full: Rows, cache: Rows) -> dict[str, Any]:
     if not pairs:
         raise ValueError("the two runs have no item in common")
     count = len(pairs)
-    both = sum(a["correct"] and b["correct"] for a, b in pairs)
-    only_full = sum(a["correct"] and not b["correct"] for a, b in pairs)
-    only_cache = sum(b["correct"] and not a["correct"] for a, b in pairs)
-    neither = count - both - only_full - only_cache
+    right = np.array([[bool(a["correct"]), bool(b["correct"])] for a, b in pairs])
+    both, only_full = int(right.all(1).sum()), int((right[:, 0] & ~right[:, 1]).sum())
+    only_cache, neither = int((right[:, 1] & ~right[:, 0]).sum()), int((~right.any(1)).sum())
     out = {
         "answers": count,
         "both": both,
@@ -62,48 +115,14 @@ def compare(full: Rows, cache: Rows) -> dict[str, Any]:
         "difference": (only_cache - only_full) / count,
         "same_text": sum(a["text"] == b["text"] for a, b in pairs) / count,
     }
-    by_item: dict[Any, list[int]] = {}
-    for a, b in pairs:
-        by_item.setdefault(a["item"], []).append(int(b["correct"]) - int(a["correct"]))
-    if len(by_item) == count:
+    change = [{"item": a["item"], "change": int(b["correct"]) - int(a["correct"])} for a, b in pairs]
+    changes = by_item(change, "change")
+    if len(changes) == count:
         out["difference_interval"] = list(paired_difference(both, only_cache, only_full, neither))
         out["p"] = mcnemar(only_full, only_cache)
     else:
-        low, high = mean_interval([statistics.fmean(d) for d in by_item.values()])
-        out["difference_interval"] = [max(low, -1.0), min(high, 1.0)]
+        out["difference_interval"] = list(mean_interval([statistics.fmean(x) for x in changes.values()], low=-1.0))
     if "answer" in pairs[0][0]:
         same = sum(a["answer"] is not None and a["answer"] == b["answer"] for a, b in pairs)
         out |= {"same_answer": same / count, "same_answer_interval": list(wilson(same, count))}
-    return out
-
-
-def table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Results by cache, each from :func:`summarize` with :func:`compare` under "against_full", as Markdown."""
-    lines = [
-        "| cache | items | accuracy % (95 % interval) | against full, points (95 % interval) | right / wrong only here "
-        "| same answer % | cut off | tokens |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in results.items():
-        pair = row.get("against_full")
-        difference = wrong = same = ""
-        if pair:
-            difference = f"{100 * pair['difference']:+.1f} ({_percent(pair['difference_interval'])})"
-            wrong = f"{pair['only_cache']} / {pair['only_full']}"
-            same = f"{100 * pair['same_answer']:.1f}" if "same_answer" in pair else ""
-        lines.append(
-            f"| {name} | {row['items']} | {100 * row['accuracy']:.1f} ({_percent(row['interval'])}) | {difference} | "
-            f"{wrong} | {same} | {row['cut_off']} | {row['mean_tokens']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def _percent(interval: Sequence[float]) -> str:
-    return f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f}"
-
-
-def _by_item(rows: Rows) -> dict[Any, list[bool]]:
-    out: dict[Any, list[bool]] = {}
-    for row in rows:
-        out.setdefault(row["item"], []).append(bool(row["correct"]))
     return out

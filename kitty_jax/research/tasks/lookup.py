@@ -10,7 +10,6 @@ value is one token of a third alphabet. Every answer is one token, so teacher-fo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,8 +20,9 @@ from jax import Array
 
 from kitty_jax.cache.config import CacheConfig, layer_configs
 from kitty_jax.cache.steps import functional
-from kitty_jax.research.tasks.intervals import accuracy_interval
-from kitty_jax.research.tasks.scoring import score
+from kitty_jax.inference.prompts import check_whole
+from kitty_jax.research.scoring import Cache, score
+from kitty_jax.research.tasks.comparison import accuracy_interval
 
 BOS = 0  # the first token of every sequence, and of the vocabulary
 
@@ -44,9 +44,7 @@ class Lookup:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            size = getattr(self, field.name)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{field.name} must be a whole number, 1 or more, got {size!r}")
+            check_whole(field.name, getattr(self, field.name), 1)
         if self.pairs > self.firsts * self.lasts:
             raise ValueError(
                 f"{self.pairs} pairs need as many keys, and {self.firsts} x {self.lasts} tokens make only "
@@ -87,13 +85,7 @@ class Lookup:
 
 
 def answers(
-    model: Any,
-    tokens: np.ndarray,
-    task: Lookup,
-    cache: CacheConfig | str | Sequence[CacheConfig],
-    *,
-    scoring: str = "simulation",
-    batch: int = 16,
+    model: Any, tokens: np.ndarray, task: Lookup, cache: Cache, *, scoring: str = "simulation", batch: int = 16
 ) -> np.ndarray:
     """Which answers are right under a cache.
 
@@ -101,7 +93,7 @@ def answers(
         model: a decoder, or what :func:`kitty_jax.cache.steps.functional` makes of one.
         tokens: int32 [B, length + 1], from :meth:`Lookup.sample`.
         cache: config, name, or one config per layer.
-        scoring: "simulation" or "packed"; see :func:`.scoring.score`.
+        scoring: "simulation" or "packed"; see :func:`kitty_jax.research.scoring.score`.
         batch: sequences at a time; the last batch is filled up with copies.
 
     Returns:
@@ -122,42 +114,17 @@ def in_pages(tokens: np.ndarray, task: Lookup, cache: CacheConfig) -> np.ndarray
     """Whether the pair asked for (its value's token) lies in a quantized page when it is asked for: bool [B, P]."""
     if not cache.quantized:
         return np.zeros((len(tokens), task.pairs), bool)
-    pairs = tokens[:, 1 : 1 + 3 * task.pairs].reshape(len(tokens), task.pairs, 3)
-    asked = tokens[:, 1 + 3 * task.pairs :].reshape(len(tokens), task.pairs, 3)
+    pairs, asked = tokens[:, 1:].reshape(len(tokens), 2, task.pairs, 3).swapaxes(0, 1)
     same = (asked[:, :, None, :2] == pairs[:, None, :, :2]).all(-1)
     where = 3 + 3 * same.argmax(-1) - cache.sink  # of its value, past the sink
     when = np.arange(task.length)[task.asked] - cache.sink
     return (where >= 0) & (where // cache.page < np.maximum(when, 0) // cache.page)
 
 
-def figures(
-    right: np.ndarray, full: np.ndarray, tokens: np.ndarray, task: Lookup, caches: Sequence[CacheConfig]
-) -> dict[str, Any]:
-    """What :func:`answers` amounts to.
-
-    Returns:
-        ``answers`` and ``correct`` ones; ``accuracy`` with its 95 % ``interval``, over the sequences' own means, since
-        answers of one sequence share its pages; ``same_as_full``, share of answers right or wrong together with
-        full precision's; ``in_pages``, share of the pairs asked for that lie in a page then; ``pages_accuracy`` over
-        those alone (None where there is none).
-    """
-    # Quantized layers agree in sink and page.
-    inside = in_pages(tokens, task, next((c for c in caches if c.quantized), CacheConfig.full()))
-    return {
-        "answers": int(right.size),
-        "correct": int(right.sum()),
-        "accuracy": float(right.mean()),
-        "interval": list(accuracy_interval(right.tolist())),
-        "same_as_full": float((right == full).mean()),
-        "in_pages": float(inside.mean()),
-        "pages_accuracy": float(right[inside].mean()) if inside.any() else None,
-    }
-
-
 def evaluate(
     model: Any,
     task: Lookup,
-    caches: dict[str, CacheConfig | str | Sequence[CacheConfig]],
+    caches: dict[str, Cache],
     *,
     sequences: int,
     seed: int,
@@ -165,9 +132,15 @@ def evaluate(
     batch: int = 16,
     workers: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """:func:`figures` of "full" and each cache, on the same ``sequences`` sequences drawn with ``seed``.
+    """Figures of "full" and each cache, on the same ``sequences`` sequences drawn with ``seed``.
 
     ``workers`` caches at a time: on a GPU most of the time is compilation.
+
+    Returns:
+        By cache ``answers`` and ``correct`` ones; ``accuracy`` with its 95 % ``interval``, over the sequences' own
+        means, since answers of one sequence share its pages; ``same_as_full``, share of answers right or wrong together
+        with full precision's; ``in_pages``, share of the pairs asked for that lie in a page then; ``pages_accuracy``
+        over those alone (None where there is none).
     """
     model = functional(model)
     tokens = np.asarray(task.sample(jax.random.key(seed), sequences))
@@ -178,16 +151,18 @@ def evaluate(
 
     with ThreadPoolExecutor(workers) as pool:
         right = dict(zip(caches, pool.map(run, caches.values()), strict=True))
-    layers = model.config.num_layers
-    return {n: figures(right[n], right["full"], tokens, task, layer_configs(c, layers)) for n, c in caches.items()}
-
-
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results as a Markdown table."""
-    lines = ["| cache | exact match % (95 % interval) | of pairs in pages % | same as full % |", "|---|---|---|---|"]
-    for name, row in results.items():
-        low, high = (100 * x for x in row["interval"])
-        inside = "" if row["pages_accuracy"] is None else f"{100 * row['pages_accuracy']:.2f}"
-        same = 100 * row["same_as_full"]
-        lines.append(f"| {name} | {100 * row['accuracy']:.2f} ({low:.2f} to {high:.2f}) | {inside} | {same:.2f} |")
-    return "\n".join(lines)
+    out = {}
+    for name, cache in caches.items():
+        # Quantized layers agree in sink and page.
+        quantized = [c for c in layer_configs(cache, model.config.num_layers) if c.quantized]
+        inside, got = in_pages(tokens, task, [*quantized, CacheConfig.full()][0]), right[name]
+        out[name] = {
+            "answers": int(got.size),
+            "correct": int(got.sum()),
+            "accuracy": float(got.mean()),
+            "interval": list(accuracy_interval(got.tolist())),
+            "same_as_full": float((got == right["full"]).mean()),
+            "in_pages": float(inside.mean()),
+            "pages_accuracy": float(got[inside].mean()) if inside.any() else None,
+        }
+    return out

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from kitty_jax.research.tasks.intervals import accuracy_interval
+from kitty_jax.research.tasks.comparison import accuracy_interval, by_item
 from kitty_jax.research.tasks.results import read_results
 
 SOURCE = "arXiv 2511.18643v1, sampled at temperature 0.6 and repeated 3 to 10 times; +- is not given here"
@@ -103,40 +102,11 @@ class Cell:
     answers: int
 
 
-def cell_of(by_item: Mapping[Any, Sequence[float]]) -> Cell:
+def cell_of(outcomes: Collection[Sequence[float]]) -> Cell:
     """From the outcomes (0 or 1) of each item's answers."""
-    outcomes = [[bool(x) for x in answers] for answers in by_item.values()]
+    outcomes = [[bool(x) for x in answers] for answers in outcomes]
     answers = sum(map(len, outcomes))
-    accuracy = sum(map(sum, outcomes)) / answers
-    return Cell(accuracy, accuracy_interval(outcomes), len(outcomes), answers)
-
-
-def cell_of_rows(rows: Sequence[Mapping[str, Any]]) -> Cell:
-    """From the rows of a results file of evaluate.py, with "item" and "correct"."""
-    by_item: dict[Any, list[float]] = {}
-    for row in rows:
-        by_item.setdefault(row["item"], []).append(row["correct"])
-    return cell_of(by_item)
-
-
-def cell_of_samples(task: Task, repeats: Sequence[Mapping[str, Any]]) -> Cell:
-    """From the harness's samples of one or more passes over a task: the files of `evaluate.py lm-eval`.
-
-    Raises:
-        ValueError: the samples do not hold the task's metric.
-    """
-    by_item: dict[Any, list[float]] = {}
-    filters = set()
-    for passed in repeats:
-        for sample in passed["samples"].get(task.name, []):
-            filters.add(sample.get("filter", "none"))
-            if task.metric in sample and sample.get("filter", "none") == task.filter:
-                by_item.setdefault(sample["doc_id"], []).append(float(sample[task.metric]))
-    if not by_item:
-        raise ValueError(
-            f"no samples of {task.name} with {task.metric},{task.filter}; filters there: {sorted(filters)}"
-        )
-    return cell_of(by_item)
+    return Cell(sum(map(sum, outcomes)) / answers, accuracy_interval(outcomes), len(outcomes), answers)
 
 
 def mean_cell(cells: Sequence[Cell]) -> Cell:
@@ -147,46 +117,44 @@ def mean_cell(cells: Sequence[Cell]) -> Cell:
     return Cell(mean, (mean - below, mean + above), sum(c.items for c in cells), sum(c.answers for c in cells))
 
 
-def markdown(table: Table, cells: Mapping[tuple[str, str], Cell | None], paper: str | None = None) -> str:
-    """The table: per cent with 95 % intervals; the paper's in brackets where it has one; n the answers of a task."""
-    heads = [TASKS[t].title for t in table.tasks]
-    lines = ["| method | " + " | ".join([*heads, "mean"]) + " |", "|---" * (len(heads) + 2) + "|"]
-    for method in table.methods:
-        known = PAPER.get(paper or "", {}).get(method, {})
-        row = [cells.get((method, task)) for task in table.tasks]
-        texts = [_text(cell, known.get(task)) for cell, task in zip(row, table.tasks, strict=True)]
-        there = [cell for cell in row if cell is not None]
-        whole = mean_cell(there) if len(there) == len(row) else None
-        of_paper = known.get("mean") if table.tasks == _FOUR else None
-        if table.tasks == ("aime24", "aime25") and {*table.tasks} <= known.keys():
-            of_paper = sum(known[t] for t in table.tasks) / 2
-        lines.append(f"| {method} | " + " | ".join([*texts, _text(whole, of_paper)]) + " |")
-    if paper:
-        lines += ["", f"In brackets: the paper's for {paper} ({SOURCE})."]
-    return "\n".join(lines)
-
-
-def _text(cell: Cell | None, paper: float | None) -> str:
-    ours = "-"
-    if cell is not None:
-        low, high = (100 * x for x in cell.interval)
-        ours = f"{100 * cell.accuracy:.1f} ({low:.1f} to {high:.1f}), n = {cell.answers}"
-    return ours if paper is None else f"{ours} [{paper:.2f}]"
+def paper_mean(model: str, method: str, tasks: tuple[str, ...]) -> float | None:
+    """The paper's mean over a table's tasks, where it is known."""
+    known = PAPER.get(model, {}).get(method, {})
+    if tasks == _FOUR:
+        return known.get("mean")
+    return sum(known[t] for t in tasks) / len(tasks) if {*tasks} <= known.keys() else None
 
 
 def read_cell(out: Path, task: Task, file: str) -> Cell | None:
-    """What the results folder of paper_tables.py holds of a task and a method; None where there is nothing."""
-    if task.command != "lm-eval":
-        path = out / task.name / f"{file}.jsonl"
-        if not path.is_file():
-            return None
-        rows = read_results(path)[1]
-        programs = path.with_name(f"{file}.programs.jsonl")
-        if task.command == "humaneval":
-            if not programs.is_file():
-                return None  # completions that were never run have no accuracy
-            passed = {row["key"]: row["passed"] for row in read_results(programs)[1]}
-            rows = [row | {"correct": passed[row["key"]]} for row in rows if row["key"] in passed]
-        return cell_of_rows(rows) if rows else None
-    passes = [json.loads(p.read_text()) for p in sorted((out / "lm_eval" / task.name).glob(f"{file}.[0-9]*.json"))]
-    return cell_of_samples(task, passes) if passes else None
+    """What the results folder of paper_tables.py holds of a task and a method; None where there is nothing.
+
+    Raises:
+        ValueError: the harness's samples do not hold the task's metric.
+    """
+    rows = _harness_rows(out, task, file) if task.command == "lm-eval" else _own_rows(out, task, file)
+    return cell_of(by_item(rows).values()) if rows else None
+
+
+def _own_rows(out: Path, task: Task, file: str) -> list[dict]:
+    path = out / task.name / f"{file}.jsonl"
+    rows = read_results(path)[1] if path.is_file() else []
+    if task.command != "humaneval":
+        return rows
+    programs = path.with_name(f"{file}.programs.jsonl")  # completions that were never run have no accuracy
+    passed = {row["key"]: row["passed"] for row in read_results(programs)[1]} if programs.is_file() else {}
+    return [row | {"correct": passed[row["key"]]} for row in rows if row["key"] in passed]
+
+
+def _harness_rows(out: Path, task: Task, file: str) -> list[dict]:
+    rows, filters = [], set()
+    for path in sorted((out / "lm_eval" / task.name).glob(f"{file}.[0-9]*.json")):
+        for sample in json.loads(path.read_text())["samples"].get(task.name, []):
+            name = sample.get("filter", "none")
+            filters.add(name)
+            if task.metric in sample and name == task.filter:
+                rows.append({"item": sample["doc_id"], "correct": float(sample[task.metric])})
+    if filters and not rows:
+        raise ValueError(
+            f"no samples of {task.name} with {task.metric},{task.filter}; filters there: {sorted(filters)}"
+        )
+    return rows

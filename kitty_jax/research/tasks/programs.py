@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import secrets
 import signal
@@ -16,24 +17,20 @@ import sys
 import tempfile
 from pathlib import Path
 
-_MB = 1 << 20
 _FILE_MB = 16  # largest file that a program may write, its output included
 
 # Runs in the new process, sets limits that a program without root's powers cannot raise, and becomes the program. In a
 # process of its own and not between fork and exec of this one, whose threads (JAX has many) make that unsafe.
 _LAUNCHER = """
 import os, resource, sys
-seconds, memory, size, program = *map(int, sys.argv[1:4]), sys.argv[4]
-def limit(what, value):
+seconds, memory, size = map(int, sys.argv[1:4])
+limits = dict(CPU=seconds, AS=memory << 20, FSIZE=size << 20, NOFILE=64, CORE=0)
+for name, value in limits.items():
+    what = getattr(resource, "RLIMIT_" + name)
     most = resource.getrlimit(what)[1]
     value = value if most == resource.RLIM_INFINITY else min(value, most)
     resource.setrlimit(what, (value, value))
-limit(resource.RLIMIT_CPU, seconds)
-limit(resource.RLIMIT_AS, memory)
-limit(resource.RLIMIT_FSIZE, size)
-limit(resource.RLIMIT_NOFILE, 64)
-limit(resource.RLIMIT_CORE, 0)
-os.execv(sys.executable, [sys.executable, "-I", "-B", program])
+os.execv(sys.executable, [sys.executable, "-I", "-B", sys.argv[4]])
 """
 
 
@@ -69,21 +66,17 @@ def run_program(source: str, limits: Limits | None = None) -> Outcome:
     Subprocesses that it leaves in its process group are killed. Its network is not closed off.
     """
     limits = limits or Limits()
-    reached = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="program-") as name:
         folder = Path(name)
-        mark = folder / reached
-        (folder / "program.py").write_text(f"{source}\n\nopen({str(mark)!r}, 'w').close()\n", encoding="utf-8")
-        work = folder / "work"
+        work, mark = folder / "work", folder / secrets.token_hex(16)  # a name that the program cannot guess
         work.mkdir()
-        sizes = [str(max(1, -int(-limits.seconds // 1))), str(limits.memory_mb * _MB), str(_FILE_MB * _MB)]
-        command = [sys.executable, "-I", "-c", _LAUNCHER, *sizes, str(folder / "program.py")]
-        environment = {"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "PYTHONIOENCODING": "utf-8"}
+        (folder / "program.py").write_text(f"{source}\n\nopen({str(mark)!r}, 'w').close()\n", encoding="utf-8")
+        numbers = [str(math.ceil(limits.seconds)), str(limits.memory_mb), str(_FILE_MB)]
         with (folder / "errors").open("w+b") as errors:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", "-c", _LAUNCHER, *numbers, str(folder / "program.py")],
                 cwd=work,
-                env=environment,
+                env={"PATH": os.defpath, "HOME": str(work), "TMPDIR": str(work), "PYTHONIOENCODING": "utf-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,

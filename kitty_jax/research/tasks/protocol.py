@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from kitty_jax.inference.prompts import check_whole
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 
 
@@ -13,7 +14,7 @@ class Protocol:
 
     Attributes:
         temperature: 0 is greedy, and ``top_p`` and ``top_k`` are then not used.
-        top_p: see :class:`kitty_jax.inference.sampling.Sampling`; None leaves it out.
+        top_p: see :class:`kitty_jax.Sampling`; None leaves it out.
         top_k: the same.
         max_new_tokens: most new tokens of an answer.
         repeats: how often each item is answered, with other random numbers each time.
@@ -28,10 +29,8 @@ class Protocol:
     chat: bool = False
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "repeats"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, 1 or more, got {value!r}")
+        check_whole("max_new_tokens", self.max_new_tokens, 1)
+        check_whole("repeats", self.repeats, 1)
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
         self.sampler()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.cache.state import init_state
-from kitty_jax.cache.steps import FunctionalModel, decode_step, functional, prefill
+from kitty_jax.cache.steps import decode_step, functional, prefill
 from kitty_jax.inference.prompts import bucket
 from kitty_jax.pallas_kernels.implementation import Implementation
 
@@ -87,27 +88,25 @@ def sentences_of(text: str | None) -> list[str]:
     return [s for s in sentences if s]
 
 
+@dataclasses.dataclass(frozen=True)
 class Cases:
     """Makes cases for a tokenizer.
 
-    Args:
+    Attributes:
         encode: text to ids, no special token added.
         sentences: what to hide facts in, repeated where it is too short.
-        start: ids before everything, such as a beginning-of-sequence token or the head of a chat turn.
-        turn: ids between question and answer, such as the end of the user's turn and the head of the reply.
+        start: ids before everything, such as a beginning-of-sequence token or the head of a chat.
+        reply: ids between question and answer, such as the end of the user's message and the head of the reply.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        sentences: Sequence[str],
-        start: Sequence[int] = (),
-        turn: Sequence[int] = (),
-    ):
-        if not sentences:
+    encode: Callable[[str], Sequence[int]]
+    sentences: Sequence[str]
+    start: Sequence[int] = ()
+    reply: Sequence[int] = ()
+
+    def __post_init__(self):
+        if not self.sentences:
             raise ValueError("the text to hide facts in holds no sentence")
-        self._encode, self._start, self._turn = encode, list(start), list(turn)
-        self._texts, self._sentences = sentences, {}
 
     def make(self, task: str, length: int, depth: float, seed: int) -> Case:
         """A case of up to ``length`` tokens (less than a sentence below it).
@@ -118,26 +117,22 @@ class Cases:
         if not 0 <= depth <= 1:
             raise ValueError(f"depths are from 0 (start of the text) to 1 (end), got {depth}")
         fact = fact_of(task, seed)
-        hidden = self._encode(" " + fact.sentence)
-        asked = self._encode("\n\n" + fact.question)
-        opening = fact.opening if self._turn else "\n" + fact.opening
-        question = [*asked, *self._turn, *self._encode(opening)]
-        room = length - len(self._start) - len(hidden) - len(question)
-        at = random.Random(seed).randrange(len(self._texts))  # other text for every seed
-        pieces: list[list[int]] = []
-        while len(piece := self._sentence(at + len(pieces))) <= room:
+        hidden = self.encode(" " + fact.sentence)
+        opening = fact.opening if self.reply else "\n" + fact.opening
+        question = [*self.encode("\n\n" + fact.question), *self.reply, *self.encode(opening)]
+        room = length - len(self.start) - len(hidden) - len(question)
+        at = random.Random(seed).randrange(len(self.sentences))  # other text for every seed
+        pieces: list[Sequence[int]] = []
+        for sentence in itertools.islice(itertools.cycle(self.sentences), at, None):
+            piece = self.encode(" " + sentence)
+            if len(piece) > room:
+                break
             pieces.append(piece)
             room -= len(piece)
         if not pieces:
             raise ValueError(f"length {length} has no room for the fact, the question and a sentence; raise it")
         pieces.insert(round(depth * len(pieces)), hidden)
-        return Case(length, depth, [*self._start, *(i for piece in pieces for i in piece)], question, fact.answer)
-
-    def _sentence(self, number: int) -> list[int]:
-        number %= len(self._texts)
-        if number not in self._sentences:
-            self._sentences[number] = self._encode(" " + self._texts[number])
-        return self._sentences[number]
+        return Case(length, depth, [*self.start, *itertools.chain.from_iterable(pieces)], question, fact.answer)
 
 
 def matches(text: str, answer: str) -> bool:
@@ -170,29 +165,41 @@ def ask(
         implementation: of the operations on pages.
     """
     fm = functional(model)
-    capacity = bucket(sum(shape) + new_tokens)
+    prompt = _jitted(prefill, ("fresh", "implementation"))
+    decode = _jitted(decode_step, ("implementation",))
     out = []
     for first in range(0, len(cases), batch):
         rows = list(cases[first : first + batch])
         count = len(rows)
         rows += [rows[0]] * (batch - count)
-        state = init_state(cache, fm.config, batch=batch, capacity=capacity)
+        state = init_state(cache, fm.config, batch=batch, capacity=bucket(sum(shape) + new_tokens))
         if one_prompt:
-            parts = [([r.context + r.question for r in rows], sum(shape), True)]
+            parts = [([r.context + r.question for r in rows], sum(shape))]
         else:
-            parts = [([r.context for r in rows], shape[0], True), ([r.question for r in rows], shape[1], False)]
-        for ids, width, fresh in parts:
+            parts = [([r.context for r in rows], shape[0]), ([r.question for r in rows], shape[1])]
+        for number, (ids, width) in enumerate(parts):
             tokens = np.zeros((batch, width), np.int32)
             for i, row in enumerate(ids):
                 tokens[i, : len(row)] = row
             lengths = np.array([len(row) for row in ids], np.int32)
-            token, state = _prompt(fm, state, tokens, lengths, fresh=fresh, implementation=implementation)
+            token, state = prompt(fm, state, tokens, lengths, fresh=number == 0, implementation=implementation)
         new = [token]
         for _ in range(new_tokens - 1):
-            token, state = _decode(fm, state, token, implementation=implementation)
+            token, state = decode(fm, state, token, implementation=implementation)
             new.append(token)
         out += np.stack(jax.device_get(new), axis=1)[:count].tolist()
     return out
+
+
+@functools.cache
+def _jitted(step: Callable, static: tuple[str, ...]) -> Callable:
+    """``prefill`` or ``decode_step``, giving the most likely token in place of the logits."""
+
+    def greedy(fm, state, *inputs, **options):
+        logits, state = step(fm, state, *inputs, **options)
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), state
+
+    return jax.jit(greedy, static_argnames=static, donate_argnums=1)
 
 
 def shape_of(cases: Sequence[Case], most: int | None = None, new_tokens: int = 0) -> tuple[int, int]:
@@ -207,19 +214,3 @@ def shape_of(cases: Sequence[Case], most: int | None = None, new_tokens: int = 0
             f"a case and its answer have {longest} tokens; the model was made for {most}. Lower the lengths"
         )
     return bucket(max(len(c.context) for c in cases)), bucket(max(len(c.question) for c in cases))
-
-
-def _greedy(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("fresh", "implementation"), donate_argnames="state")
-def _prompt(fm: FunctionalModel, state, tokens, lengths, *, fresh: bool, implementation: Implementation):
-    logits, state = prefill(fm, state, tokens, lengths, fresh=fresh, implementation=implementation)
-    return _greedy(logits), state
-
-
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="state")
-def _decode(fm: FunctionalModel, state, token, *, implementation: Implementation):
-    logits, state = decode_step(fm, state, token, implementation=implementation)
-    return _greedy(logits), state

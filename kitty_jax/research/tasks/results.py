@@ -21,22 +21,18 @@ class ResultFile:
 
     Attributes:
         path: the file.
-        settings: as given, after a round trip through JSON.
         rows: the finished rows by key, in the order of the file.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], stream):
-        self.path, self.settings = path, _plain(dict(settings))
-        self.rows: dict[str, dict[str, Any]] = {}
-        self._stream = stream
+    def __init__(self, path: Path, rows: dict[str, dict[str, Any]], stream):
+        self.path, self.rows, self._stream = path, rows, stream
 
     def append(self, key: str, row: Mapping[str, Any]) -> None:
         """Puts a finished item on disk. A key that is there already is an error."""
         if key in self.rows:
             raise ValueError(f"{self.path} has a row {key!r} already")
-        row = _plain({"key": key, **row})
-        self._write(row)
-        self.rows[key] = row
+        self.rows[key] = _plain({"key": key, **row})
+        self._write(self.rows[key])
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._stream.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
@@ -61,26 +57,31 @@ def open_results(
     Raises:
         ValueError: the file was begun with other settings, is in use, has two rows of one key, or is no results file.
     """
+    settings = _plain(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ValueError(f"{path} is in use by another run") from error
-        results = ResultFile(path, settings, stream)
         stream.seek(0)
         data = stream.read()
-        end = data.rfind(b"\n") + 1
+        end, rows = data.rfind(b"\n") + 1, {}
         if end:
-            settings, results.rows = _read(path, data[:end])
-            _check_settings(path, settings, results.settings)
+            there, rows = _read(path, data[:end])
+            names = [name for name in sorted({*there, *settings}) if there.get(name) != settings.get(name)]
+            if names:
+                each = (f"{n} {_short(there.get(n))} there, {_short(settings.get(n))} now" for n in names)
+                raise ValueError(
+                    f"{path} was begun with other settings: {'; '.join(each)}. Give the same ones, or name another "
+                    "folder"
+                )
         elif not _HEAD.startswith(data[: len(_HEAD)]):
             raise ValueError(f"{path} is no file of results: it starts with {data[:40]!r}; move it, or name another")
-        if end < len(data):  # only now that the file is known to be ours
-            stream.truncate(end)
-        stream.seek(0, os.SEEK_END)
+        stream.truncate(end)  # only now that the file is known to be ours
+        results = ResultFile(path, rows, stream)
         if not end:
-            results._write({"settings": results.settings, "about": _plain(dict(about or {}))})
+            results._write({"settings": settings, "about": _plain(about or {})})
         yield results
 
 
@@ -125,19 +126,11 @@ def _parse(path: Path, number: int, line: bytes, wanted: str, kind: type) -> dic
     return value
 
 
-def _check_settings(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    names = [name for name in sorted({*there, *now}) if there.get(name) != now.get(name)]
-    if names:
-        differences = "; ".join(f"{n} {_short(there.get(n))} there, {_short(now.get(n))} now" for n in names)
-        raise ValueError(
-            f"{path} was begun with other settings: {differences}. Give the same ones, or name another folder"
-        )
-
-
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(value))
+def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """As it comes back from JSON."""
+    return json.loads(json.dumps(dict(value)))

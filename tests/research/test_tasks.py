@@ -7,8 +7,14 @@ import pytest
 
 from kitty_jax.inference.sampling import Greedy, Sampling
 from kitty_jax.research.tasks import gsm8k, humaneval, recall
-from kitty_jax.research.tasks.comparison import compare, summarize
-from kitty_jax.research.tasks.intervals import accuracy_interval, mcnemar, paired_difference, wilson
+from kitty_jax.research.tasks.comparison import (
+    accuracy_interval,
+    compare,
+    mcnemar,
+    paired_difference,
+    summarize,
+    wilson,
+)
 from kitty_jax.research.tasks.programs import Limits, run_program
 from kitty_jax.research.tasks.protocol import PRESETS, Protocol
 from kitty_jax.research.tasks.results import open_results, read_results
@@ -34,16 +40,8 @@ def test_answers(text, value, source):
 
 
 def test_the_examples_give_their_answers_and_ask_the_question():
-    assert [gsm8k.extract_answer(a).value for _, a in gsm8k.EXAMPLES] == [
-        "19",
-        "30",
-        "42",
-        "15",
-        "75",
-        "55",
-        "375",
-        "240",
-    ]
+    answers = [gsm8k.extract_answer(a).value for _, a in gsm8k.EXAMPLES]
+    assert answers == ["19", "30", "42", "15", "75", "55", "375", "240"]
     prompt = gsm8k.few_shot_prompt("How many?")
     assert prompt.count("Question: ") == 9
     assert prompt.endswith("Question: How many?\nAnswer:")
@@ -199,7 +197,9 @@ def test_intervals():
     assert mcnemar(0, 0) == 1
     assert mcnemar(1, 9) == pytest.approx(2 * 11 / 1024)
     assert accuracy_interval([[True], [False]]) == wilson(1, 2)
-    assert accuracy_interval([[True, True], [True, True], [False, False]])[1] <= 1
+    half = 1.96 / 3  # means of 1, 1 and 0: their standard error is 1/3
+    assert accuracy_interval([[1, 1], [1, 1], [0, 0]]) == pytest.approx((2 / 3 - half, 1), abs=1e-4)
+    assert accuracy_interval([[1, 0]]) == (0, 1)
 
 
 def test_a_run_against_full_precision():
@@ -238,7 +238,7 @@ def encode(text):
 @pytest.mark.parametrize("task", recall.TASKS)
 def test_recall_cases_hold_their_fact_at_their_depth(task):
     maker = recall.Cases(
-        encode, recall.sentences_of("One sentence.  And\nanother one! A third?"), start=[1], turn=[2, 3]
+        encode, recall.sentences_of("One sentence.  And\nanother one! A third?"), start=[1], reply=[2, 3]
     )
     for depth in (0, 0.5, 1):
         case = maker.make(task, 600, depth, seed=5)
