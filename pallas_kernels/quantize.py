@@ -76,8 +76,7 @@ def channel_scores(keys: Array, score: Score = "magnitude") -> Array:
 
 def channel_errors(keys: Array, shrink: tuple[float, ...] = (1.0,)) -> Array:
     """By how much 4 bits instead of 2 lower each channel's squared error: [..., G, D] -> float32 [..., D]."""
-    x = keys.astype(jnp.float32)
-    x = x * power_of_two(-page_exponent(x, KEY_LIMIT_LOG2).astype(jnp.int32))[..., None]  # pages compare with none
+    x, _ = _in_range(keys, KEY_LIMIT_LOG2)  # pages compare with none
 
     def error(is_4bit: bool) -> Array:
         codes, scale, low = _quantize(x, -2, np.full((1, 1), is_4bit), shrink)
@@ -95,11 +94,11 @@ def select_channels(scores: Array, count: int) -> Array:
     return jnp.sort(channels.astype(jnp.int32), axis=-1).astype(jnp.uint8)
 
 
-def boost_index(channels: Array, head_dim: int, sentinel: int = 255) -> Array:
-    """The paper's Boost_IDX: each channel's row in the high plane or ``sentinel``. uint8 [..., C] -> uint8 [..., D]."""
+def boost_index(channels: Array, head_dim: int) -> Array:
+    """The paper's Boost_IDX: each channel's row in the high plane, or 255. uint8 [..., C] -> uint8 [..., D]."""
     hit = channels[..., None, :].astype(jnp.int32) == jnp.arange(head_dim, dtype=jnp.int32)[:, None]
     slot = jnp.argmax(hit, axis=-1) if channels.shape[-1] else jnp.zeros(hit.shape[:-1], jnp.int32)
-    return jnp.where(jnp.any(hit, -1), slot, sentinel).astype(jnp.uint8)
+    return jnp.where(jnp.any(hit, -1), slot, 255).astype(jnp.uint8)
 
 
 def page_exponent(x: Array, limit_log2: int) -> Array:
@@ -107,6 +106,12 @@ def page_exponent(x: Array, limit_log2: int) -> Array:
     top = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=(-1, -2))
     bits = jax.lax.bitcast_convert_type(top, jnp.int32)
     return jnp.maximum((bits >> 23) - 126 - limit_log2, 0).astype(jnp.int8)[..., None]
+
+
+def _in_range(x: Array, limit_log2: int) -> tuple[Array, Array]:
+    """(x as float32 divided by 2**exponent, exponent): [..., G, D] and int8 [..., 1] (:func:`page_exponent`)."""
+    exponent = page_exponent(x, limit_log2)
+    return x.astype(jnp.float32) * power_of_two(-exponent.astype(jnp.int32))[..., None], exponent
 
 
 def _short(x: Array) -> Array:
@@ -155,32 +160,38 @@ def _quantize(
     lowest, highest = jnp.min(x, axis, keepdims=True), jnp.max(x, axis, keepdims=True)
     levels = jnp.where(is_4bit, np.float32(15), np.float32(3))
     reciprocal = jnp.where(is_4bit, np.float32(1 / 15), np.float32(1 / 3))
-
-    def shrunk(factor: float) -> tuple[Array, Array]:
-        if shrink == (1.0,):
-            return lowest, highest
-        cut = jax.lax.reduce_precision(highest - lowest, 8, 11) * jnp.float32(jnp.bfloat16((1 - factor) / 2))
-        return lowest + cut, highest - cut
-
-    def with_range(low: Array, high: Array):
-        # Which of -0 and +0 is the smaller is left to the order of the reduction: one zero makes one record.
-        low = _half(jnp.where(low == 0, 0, low))
-        scale = _half(jnp.maximum(high - low, 0) * reciprocal)
-        return _round_quotient(x - low, jnp.where(scale > 0, scale, 1), levels), scale, low
-
-    if shrink == (1.0,):
-        return with_range(lowest, highest)
     best = None
     for factor in shrink:
-        codes, scale, low = with_range(*shrunk(factor))
-        error = codes * scale + low - x
-        error = jnp.expand_dims(tree_sum(jnp.square(_short(error)), axis), axis)
-        if best is None:
-            best = (error, codes, scale, low)
-        else:
-            better = error < best[0]
-            best = tuple(jnp.where(better, new, old) for new, old in zip((error, codes, scale, low), best, strict=True))
+        start, end = lowest, highest
+        if shrink != (1.0,):
+            cut = jax.lax.reduce_precision(highest - lowest, 8, 11) * jnp.float32(jnp.bfloat16((1 - factor) / 2))
+            start, end = lowest + cut, highest - cut
+        # Which of -0 and +0 is the smaller is left to the order of the reduction: one zero makes one record.
+        low = _half(jnp.where(start == 0, 0, start))
+        scale = _half(jnp.maximum(end - low, 0) * reciprocal)
+        codes = _round_quotient(x - low, jnp.where(scale > 0, scale, 1), levels)
+        error = jnp.expand_dims(tree_sum(jnp.square(_short(codes * scale + low - x)), axis), axis)
+        attempt = (error, codes, scale, low)
+        if best is not None:
+            is_better = error < best[0]
+            attempt = tuple(jnp.where(is_better, new, old) for new, old in zip(attempt, best, strict=True))
+        best = attempt
     return best[1:]
+
+
+def _codes_and_metadata(
+    x: Array, axis: int, is_4bit: Array | np.ndarray, shrink: tuple[float, ...], limit_log2: int
+) -> tuple[Array, dict[str, Array]]:
+    """(codes uint32 [..., G, D]; the parts scale, min and exponent of the records)."""
+    x, exponent = _in_range(x, limit_log2)
+    codes, scale, low = _quantize(x, axis, is_4bit, shrink)
+    scale, low = (jnp.squeeze(number, axis).astype(jnp.float16) for number in (scale, low))
+    return codes.astype(jnp.uint32), {"scale": scale, "min": low, "exponent": exponent}
+
+
+def _check(name: str, x: Array, fmt: PageFormat) -> None:
+    if x.shape[-2:] != (fmt.page, fmt.head_dim):
+        raise ValueError(f"{name} must end in [page, head_dim] = {[fmt.page, fmt.head_dim]}, got shape {x.shape}")
 
 
 def quantize_keys(
@@ -205,33 +216,22 @@ def quantize_keys(
     Returns:
         uint32 [..., fmt.key_words], key records.
     """
-    if keys.shape[-2:] != (fmt.page, fmt.head_dim):
-        raise ValueError(f"keys must end in [page, head_dim] = {[fmt.page, fmt.head_dim]}, got shape {keys.shape}")
-    x = keys.astype(jnp.float32)
-    batch = x.shape[:-2]
+    _check("keys", keys, fmt)
+    batch = keys.shape[:-2]
     if fmt.boosted in (0, fmt.head_dim):
         channels = jnp.broadcast_to(jnp.arange(fmt.boosted, dtype=jnp.uint8), (*batch, fmt.boosted))
     else:
         if scores is None:
-            scores = channel_scores(x, score)
+            scores = channel_scores(keys, score)
         if weights is not None:
             scores = scores * weights.astype(jnp.float32)
         channels = select_channels(jnp.broadcast_to(scores, (*batch, fmt.head_dim)), fmt.boosted)
     is_boosted = jnp.any(channels[..., None] == jnp.arange(fmt.head_dim, dtype=jnp.uint8), -2)  # [..., D]
-    exponent = page_exponent(x, KEY_LIMIT_LOG2)
-    x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
-    codes, scale, low = _quantize(x, -2, is_boosted[..., None, :], shrink)
-    codes = codes.astype(jnp.uint32)
+    codes, metadata = _codes_and_metadata(keys, -2, is_boosted[..., None, :], shrink, KEY_LIMIT_LOG2)
     rows = jnp.broadcast_to(channels.astype(jnp.int32)[..., None, :], (*batch, fmt.page, fmt.boosted))
-    parts = {
-        "low": packing.pack_keys(codes & np.uint32(3)),
-        "high": packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2)),
-        "scale": scale[..., 0, :].astype(jnp.float16),
-        "min": low[..., 0, :].astype(jnp.float16),
-        "channels": channels,
-        "exponent": exponent,
-    }
-    return join_record(parts, fmt.key_parts)
+    low = packing.pack_keys(codes & np.uint32(3))
+    high = packing.pack_keys(jnp.take_along_axis(codes, rows, -1) >> np.uint32(2))
+    return join_record({"low": low, "high": high, "channels": channels, **metadata}, fmt.key_parts)
 
 
 def quantize_values(values: Array, fmt: PageFormat, *, shrink: tuple[float, ...] = (1.0,)) -> Array:
@@ -239,22 +239,12 @@ def quantize_values(values: Array, fmt: PageFormat, *, shrink: tuple[float, ...]
 
     ``shrink``: factors of the range to try per token, as in :func:`quantize_keys`.
     """
-    if values.shape[-2:] != (fmt.page, fmt.head_dim):
-        raise ValueError(f"values must end in [page, head_dim] = {[fmt.page, fmt.head_dim]}, got shape {values.shape}")
-    x = values.astype(jnp.float32)
-    exponent = page_exponent(x, VALUE_LIMIT_LOG2)
-    x = x * power_of_two(-exponent.astype(jnp.int32))[..., None]
-    codes, scale, low = _quantize(x, -1, np.full((1, 1), fmt.value_bits == 4), shrink)
-    codes = codes.astype(jnp.uint32)
-    plane = packing.pack_values(codes & np.uint32(3))
-    parts = {
-        "low": plane,
-        "high": packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else plane[..., :0],
-        "scale": scale[..., 0].astype(jnp.float16),
-        "min": low[..., 0].astype(jnp.float16),
-        "exponent": exponent,
-    }
-    return join_record(parts, fmt.value_parts)
+    _check("values", values, fmt)
+    is_4bit = np.full((1, 1), fmt.value_bits == 4)
+    codes, metadata = _codes_and_metadata(values, -1, is_4bit, shrink, VALUE_LIMIT_LOG2)
+    low = packing.pack_values(codes & np.uint32(3))
+    high = packing.pack_values(codes >> np.uint32(2)) if fmt.value_bits == 4 else low[..., :0]
+    return join_record({"low": low, "high": high, **metadata}, fmt.value_parts)
 
 
 def _restore(codes: Array, parts: dict[str, Array], axis: int) -> Array:
@@ -263,7 +253,7 @@ def _restore(codes: Array, parts: dict[str, Array], axis: int) -> Array:
 
 
 def key_codes(parts: dict[str, Array], fmt: PageFormat) -> Array:
-    """Codes 0..15 of key records' parts (:func:`.pages.split_record`): uint32 [..., G, D]."""
+    """Codes 0..15 of key records' parts (:func:`.page_format.split_record`): uint32 [..., G, D]."""
     codes = packing.unpack_keys(parts["low"], fmt.page, fmt.head_dim)
     if not fmt.boosted:
         return codes
@@ -275,6 +265,14 @@ def key_codes(parts: dict[str, Array], fmt: PageFormat) -> Array:
     return codes + jnp.where(slot == 255, 0, 4 * jnp.take_along_axis(high, index, -1))
 
 
+def value_codes(parts: dict[str, Array], fmt: PageFormat) -> Array:
+    """Codes 0..15 of value records' parts: uint32 [..., G, D]."""
+    codes = packing.unpack_values(parts["low"], fmt.page, fmt.head_dim)
+    if fmt.value_bits == 4:
+        codes = codes + 4 * packing.unpack_values(parts["high"], fmt.page, fmt.head_dim)
+    return codes
+
+
 def dequantize_keys(records: Array, fmt: PageFormat) -> Array:
     """Key records uint32 [..., fmt.key_words] -> float32 [..., G, D] (Algorithm 1 of the paper)."""
     parts = split_record(records, fmt.key_parts)
@@ -284,7 +282,4 @@ def dequantize_keys(records: Array, fmt: PageFormat) -> Array:
 def dequantize_values(records: Array, fmt: PageFormat) -> Array:
     """Value records uint32 [..., fmt.value_words] -> float32 [..., G, D]."""
     parts = split_record(records, fmt.value_parts)
-    codes = packing.unpack_values(parts["low"], fmt.page, fmt.head_dim)
-    if fmt.value_bits == 4:
-        codes = codes + 4 * packing.unpack_values(parts["high"], fmt.page, fmt.head_dim)
-    return _restore(codes, parts, -1)
+    return _restore(value_codes(parts, fmt), parts, -1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitty_jax.pallas_kernels import ptx
 from kitty_jax.pallas_kernels.decode_attention.inputs import DecodeInputs
 from kitty_jax.pallas_kernels.decode_attention.kernel import decode_attention_mosaic, unsupported
 from kitty_jax.pallas_kernels.decode_attention.operation import decode_attention
@@ -182,6 +183,16 @@ def test_says_what_it_does_not_take():
     assert "takes q in bfloat16, float16, float32, got float64" in unsupported(_struct(np.float64, *q.shape), kv, 0.1)
     long = dataclasses.replace(kv, ring_values=_struct(jnp.bfloat16, 1, 2, 2**23, 128))
     assert "buffers below 4294967296 bytes" in unsupported(q, long, 0.1)
+
+
+def test_a_value_has_no_truth():
+    def emit(addresses, smem):
+        if smem < 1:
+            raise AssertionError("a branch was taken while the kernel was written")
+
+    call = ptx.launch(emit, [_struct(jnp.float32, 8)], blocks=1, smem_bytes=16, name="untrue")
+    with pytest.raises(TypeError, match="no truth while the kernel is written"):
+        jax.jit(call).trace(jnp.zeros(8)).lower(lowering_platforms=("cuda",))
 
 
 def test_named_kernel_without_a_gpu_is_an_error():

@@ -82,56 +82,51 @@ def _expected(codes, position, words):
     return out.astype(np.uint32)
 
 
-@pytest.mark.parametrize("where,want", KEY_BITS)
-def test_key_bit_positions(where, want):
-    page, channels, token, channel = where
-    codes = np.zeros((page, channels), np.int32)
-    codes[token, channel] = 3
-    words = np.asarray(packing.pack_keys(jnp.asarray(codes)))
-    assert [(i, int(words[i])) for i in np.flatnonzero(words)] == [(want[0], 3 << want[1])]
-    assert key_position(*where) == want
+SIDES = {
+    "keys": (packing.pack_keys, packing.unpack_keys, key_position, KEY_BITS),
+    "values": (packing.pack_values, packing.unpack_values, value_position, VALUE_BITS),
+}
 
 
-@pytest.mark.parametrize("where,want", VALUE_BITS)
-def test_value_bit_positions(where, want):
-    page, head_dim, token, channel = where
-    codes = np.zeros((page, head_dim), np.int32)
-    codes[token, channel] = 3
-    words = np.asarray(packing.pack_values(jnp.asarray(codes)))
-    assert [(i, int(words[i])) for i in np.flatnonzero(words)] == [(want[0], 3 << want[1])]
-    assert value_position(*where) == want
+@pytest.mark.parametrize("side", SIDES)
+def test_bit_positions_by_hand(side):
+    pack, _, position, known = SIDES[side]
+    for where, (word, bit) in known:
+        page, channels, token, channel = where
+        codes = np.zeros((page, channels), np.int32)
+        codes[token, channel] = 3
+        words = np.asarray(pack(jnp.asarray(codes)))
+        assert [(i, int(words[i])) for i in np.flatnonzero(words)] == [(word, 3 << bit)], where
+        assert position(*where) == (word, bit), where
 
 
 @pytest.mark.parametrize(
-    "page,channels", [(128, 128), (128, 32), (128, 5), (64, 24), (48, 40), (16, 8), (16, 1), (32, 80)]
+    "side,page,channels",
+    [
+        *(("keys", *shape) for shape in [(128, 128), (128, 5), (64, 24), (48, 40), (16, 1), (32, 80)]),
+        *(("values", *shape) for shape in [(128, 128), (128, 64), (64, 128), (16, 16), (48, 80), (32, 256)]),
+    ],
 )
-def test_keys_match_the_scalar_formula_and_return(page, channels):
+def test_planes_match_the_scalar_formula_and_return(side, page, channels):
+    pack, unpack, position, _ = SIDES[side]
     codes = np.random.default_rng(page + channels).integers(0, 4, (page, channels))
-    words = packing.pack_keys(jnp.asarray(codes))
+    words = pack(jnp.asarray(codes))
     assert words.dtype == jnp.uint32
-    assert words.shape == (plane_words(page // 16, -(-channels // 8)),)
-    np.testing.assert_array_equal(words, _expected(codes, key_position, words.size))
-    np.testing.assert_array_equal(packing.unpack_keys(words, page, channels), codes)
+    tiles = (page // 16, -(-channels // 8)) if side == "keys" else (channels // 16, page // 8)
+    assert words.shape == (plane_words(*tiles),)
+    np.testing.assert_array_equal(words, _expected(codes, position, words.size))
+    np.testing.assert_array_equal(unpack(words, page, channels), codes)
 
 
-@pytest.mark.parametrize("page,head_dim", [(128, 128), (128, 64), (64, 128), (16, 16), (48, 80), (32, 256)])
-def test_values_match_the_scalar_formula_and_return(page, head_dim):
-    codes = np.random.default_rng(page + head_dim).integers(0, 4, (page, head_dim))
-    words = packing.pack_values(jnp.asarray(codes))
-    assert words.shape == (plane_words(head_dim // 16, page // 8),)
-    np.testing.assert_array_equal(words, _expected(codes, value_position, words.size))
-    np.testing.assert_array_equal(packing.unpack_values(words, page, head_dim), codes)
-
-
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_leading_axes_are_independent(batch):
-    codes = np.random.default_rng(0).integers(0, 4, (*batch, 32, 24))
-    keys, values = packing.pack_keys(jnp.asarray(codes)), packing.pack_values(jnp.asarray(codes[..., :16]))
-    for index in np.ndindex(batch):
-        np.testing.assert_array_equal(keys[index], packing.pack_keys(jnp.asarray(codes[index])))
-        np.testing.assert_array_equal(values[index], packing.pack_values(jnp.asarray(codes[index][:, :16])))
-    np.testing.assert_array_equal(packing.unpack_keys(keys, 32, 24), codes)
-    np.testing.assert_array_equal(packing.unpack_values(values, 32, 16), codes[..., :16])
+@pytest.mark.parametrize("side", SIDES)
+def test_leading_axes_are_independent(side):
+    pack, unpack, *_ = SIDES[side]
+    codes = np.random.default_rng(0).integers(0, 4, (2, 3, 32, 16))
+    words = pack(jnp.asarray(codes))
+    for index in np.ndindex(2, 3):
+        np.testing.assert_array_equal(words[index], pack(jnp.asarray(codes[index])))
+    np.testing.assert_array_equal(jax.jit(pack)(codes), words)
+    np.testing.assert_array_equal(unpack(words, 32, 16), codes)
 
 
 def test_padding_is_zero():
@@ -139,13 +134,3 @@ def test_padding_is_zero():
     words = packing.pack_keys(jnp.full((16, 3), 3, jnp.int32))
     ones = sum(int(word).bit_count() for word in np.asarray(words))
     assert ones == 16 * 3 * 2
-
-
-def test_a_plane_takes_two_bits_a_code():
-    for page, channels in ((128, 128), (128, 64), (128, 16), (64, 64)):
-        assert plane_words(page // 16, channels // 8) * 16 == page * channels
-
-
-def test_jit_changes_nothing():
-    codes = jnp.asarray(np.random.default_rng(1).integers(0, 4, (48, 24)))
-    np.testing.assert_array_equal(jax.jit(packing.pack_keys)(codes), packing.pack_keys(codes))
