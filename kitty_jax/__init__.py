@@ -6,14 +6,12 @@ from kitty_jax.cache.state import KVShape, KVState, init_state, nbytes
 from kitty_jax.cache.steps import FunctionalModel, decode_step, functional, prefill
 from kitty_jax.inference.engine import Engine, EngineResult, Piece, Request
 from kitty_jax.inference.generate import GenerateResult, Generation, PoolExhaustedError, generate, prepare, stream
-from kitty_jax.inference.memory import CacheBytes, cache_bytes
-from kitty_jax.inference.memory_plan import KVPlan
+from kitty_jax.inference.memory_plan import KVPlan, cache_bytes
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 from kitty_jax.research.fake_quantize import fake_quantize
 
 __all__ = [
     "CACHE_NAMES",
-    "CacheBytes",
     "CacheConfig",
     "Engine",
     "EngineResult",

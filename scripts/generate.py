@@ -27,7 +27,7 @@ from tqdm import tqdm
 from kitty_jax.cache.spec import caches_from_spec
 from kitty_jax.inference.detokenize import InOrder, TextStream, encode_prompts
 from kitty_jax.inference.engine import Engine
-from kitty_jax.inference.memory import CacheBytes, cache_bytes
+from kitty_jax.inference.memory_plan import KVPlan, cache_bytes
 from kitty_jax.inference.prompts import check_capacity, check_prompts
 from kitty_jax.inference.sampling import Greedy, Sampler, Sampling
 from kitty_jax.models.checkpoint import load_model, open_checkpoint
@@ -215,7 +215,7 @@ def stream_texts(
     return sequences, texts, {"first_tokens": first, "generation": time.perf_counter() - begin}
 
 
-def table(report: dict, size: CacheBytes) -> str:
+def table(report: dict, size: KVPlan) -> str:
     """The report as a few lines of text."""
     outputs, seconds = report["outputs"], report["seconds"]
     prompt_tokens, new_tokens = (sum(o[name] for o in outputs) for name in ("prompt_tokens", "new_tokens"))

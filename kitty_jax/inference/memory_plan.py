@@ -8,6 +8,7 @@ Every figure is the size of the arrays of the very state that ``init_state`` wou
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -21,8 +22,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from kitty_jax.cache.config import CacheConfig, layer_configs
-from kitty_jax.cache.state import CacheShape, KVShape, pages_per_sequence
-from kitty_jax.inference.memory import bf16_bytes, format_bytes, state_bytes
+from kitty_jax.cache.state import CacheShape, KVShape, init_state, nbytes, pages_per_sequence
+from kitty_jax.inference.memory import format_bytes
 from kitty_jax.inference.prompts import check_whole
 
 RESERVE = 0.1  # of the budget: activations, logits, the prompts of a step, what a compiled program needs between
@@ -78,15 +79,13 @@ class KVPlan:
             ValueError: sizes below 1, or that the mesh does not divide.
         """
         base = _empty_plan(shape, cache, **memory)
-        check_whole("batch", batch, 1)
-        check_whole("length", length, 1)
-        batch, length = int(batch), int(length)
-        if pool_pages is not None:
-            check_whole("pool_pages", pool_pages, 1)
-            pool_pages = int(pool_pages)
+        for name, size in (("batch", batch), ("length", length), ("pool_pages", pool_pages)):
+            if size is not None:
+                check_whole(name, size, 1)
         for name, size in (("batch", batch), ("pool_pages", pool_pages or 0)):
             if size % base.data:
                 raise ValueError(f"{name} must be a multiple of the mesh's {base.data} 'data' places, got {size}")
+        batch, length, pool_pages = int(batch), int(length), pool_pages and int(pool_pages)
         plan = dataclasses.replace(base, batch=batch, length=length, pool_pages=pool_pages, tokens=batch * length)
         plan.parts  # noqa: B018 (refuses a cache that does not fit the model)
         return plan
@@ -117,8 +116,7 @@ class KVPlan:
         if base.room <= 0:
             least = base.weights + base.workspace
             if memory.get("workspace") is None:  # a larger budget keeps more free
-                reserve = memory.get("reserve")
-                least = round(base.weights / (1 - (RESERVE if reserve is None else reserve)))
+                least = base.weights / (1 - base.workspace / budget)
             raise ValueError(
                 f"a budget of {format_bytes(budget)} leaves nothing for the cache: the weights on one device take "
                 f"{format_bytes(base.weights)} and {format_bytes(base.workspace)} are kept free as workspace; give "
@@ -128,18 +126,14 @@ class KVPlan:
             check_whole("length", length, 1)
             plan = functools.partial(dataclasses.replace, base, length=int(length))
             one, two = (plan(batch=n * base.data).parts["total"] for n in (1, 2))
-            guess = 1 + (base.room - one) // max(two - one, 1)
-            best = _largest(lambda n: plan(batch=n * base.data).fits, guess)
+            best = max(1 + (base.room - one) // (two - one), 0)  # every sequence takes as much as the second
             final = plan(batch=max(best, 1) * base.data)
         else:
             check_whole("batch", batch, 1)
             if batch % base.data:
                 raise ValueError(f"batch must be a multiple of the mesh's {base.data} 'data' places, got {batch}")
             plan = functools.partial(dataclasses.replace, base, batch=int(batch))
-            far = 64 * max([c.page for c in base.caches if c.quantized], default=128)
-            near, later = (plan(length=n).parts["total"] for n in (far, 2 * far))
-            guess = far + (base.room - near) * far // max(later - near, 1)
-            best = _largest(lambda n: plan(length=n).fits, guess)
+            best = base._greatest_length(plan)
             final = plan(length=max(best, 1))
         if not best:
             raise ValueError(
@@ -162,14 +156,11 @@ class KVPlan:
             ValueError: no lengths, lengths below 1, or something else than a sequence of them.
         """
         base = _empty_plan(shape, cache, **memory)
-        try:
-            lengths = list(lengths)
-        except TypeError as error:
+        if np.ndim(lengths) != 1 or not len(lengths):
             raise ValueError(
                 f"lengths must be a sequence with the tokens of each request, got {lengths!r}; a single one is [tokens]"
-            ) from error
-        if not lengths:
-            raise ValueError("no requests: lengths must hold the tokens of each")
+            )
+        lengths = list(lengths)
         for i, n in enumerate(lengths):
             check_whole(f"the length of request {i}", n, 1)
         own = -(-len(lengths) // base.data)
@@ -178,13 +169,21 @@ class KVPlan:
         if quantized and len(set(lengths)) > 1:
             pages = [pages_per_sequence(int(n), quantized) for n in lengths]
             pool = base.data * max(sum(pages[i : i + own]) for i in range(0, len(pages), own)) or None
-        return dataclasses.replace(
-            base,
-            batch=own * base.data,
-            length=int(max(lengths)),
-            pool_pages=pool,
-            tokens=int(sum(lengths)),
-        )
+        sizes = {"length": int(max(lengths)), "tokens": int(sum(lengths))}
+        return dataclasses.replace(base, batch=own * base.data, pool_pages=pool, **sizes)
+
+    def _greatest_length(self, plan: Callable[..., KVPlan]) -> int:
+        """The greatest length that fits, 0 if not even 1 does."""
+        quantized = [c for c in self.caches if c.quantized]
+        page = math.lcm(*(c.page for c in quantized))
+        # From here on buffers have their full size, and a page's worth of tokens always takes the same bytes.
+        far = page * max([256, *(-(-(c.sink + c.window) // page) + 2 for c in quantized)])
+        near, step = plan(length=far).parts["total"], plan(length=far + page).parts["total"]
+        low, high = 0, far
+        if near <= self.room:
+            guess = far + (self.room - near) * page // (step - near)
+            low, high = max(guess - 2 * page, far), guess + 2 * page
+        return low + bisect.bisect_left(range(low + 1, high), True, key=lambda n: not plan(length=n).fits)
 
     @property
     def devices(self) -> int:
@@ -205,7 +204,28 @@ class KVPlan:
         heads = self.shape.num_kv_heads // self.model
         local = dataclasses.replace(self.shape, num_kv_heads=heads)
         caches = tuple(_of_heads(c, heads) for c in self.caches)
-        return state_bytes(caches, local, batch=batch, capacity=self.length, pool_pages=pool_pages)
+        sizes = {"batch": batch, "capacity": self.length, "pool_pages": pool_pages}
+        return nbytes(jax.eval_shape(lambda: init_state(caches, local, **sizes)))
+
+    @property
+    def payload(self) -> int:
+        """Bytes of quantized codes, or all of a full-precision layer, on all devices together."""
+        return self.devices * sum(self.parts[name] for name in ("key_codes", "value_codes", "full_precision"))
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of full-precision sink, key tail and value window."""
+        return self.devices * sum(self.parts[name] for name in ("sink", "key_tail", "value_window"))
+
+    @property
+    def metadata(self) -> int:
+        """Bytes of scales, minima, boosted channels, padding of the records, page table, lengths, free pages."""
+        return self.total - self.payload - self.buffers
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits per cached key or value when the cache is full, metadata and buffers included."""
+        return 16 / self.ratio
 
     @property
     def total(self) -> int:
@@ -215,7 +235,7 @@ class KVPlan:
     @property
     def bf16(self) -> int:
         """Bytes of the same tokens in bfloat16, on all devices together."""
-        return bf16_bytes(self.shape, batch=1, capacity=self.tokens)
+        return 2 * 2 * self.shape.num_layers * self.shape.num_kv_heads * self.shape.head_dim * self.tokens
 
     @property
     def ratio(self) -> float:
@@ -259,6 +279,13 @@ class KVPlan:
         return "\n".join([*lines, *(f"  {name:<16}{text(size):>12}" for name, size in rows)])
 
 
+def cache_bytes(
+    cache: Cache, shape: CacheShape, *, batch: int = 1, capacity: int, pool_pages: int | None = None
+) -> KVPlan:
+    """The plan of what :func:`kitty_jax.cache.state.init_state` allocates for the same arguments; see there."""
+    return KVPlan.for_batch(shape, cache, batch=batch, length=capacity, pool_pages=pool_pages)
+
+
 def _empty_plan(
     shape: CacheShape,
     cache: Cache,
@@ -287,12 +314,10 @@ def _empty_plan(
         raise ValueError(
             f"reserve is the fraction of the budget to keep free, a number from 0 up to but not 1, got {reserve!r}"
         )
-    if workspace is None:
-        workspace = round((budget or 0) * float(reserve))
+    workspace = round((budget or 0) * float(reserve)) if workspace is None else workspace
     check_whole("workspace (bytes)", workspace, 0)
     whole = KVShape(shape.num_layers, shape.num_kv_heads, shape.head_dim, jnp.dtype(shape.dtype))
-    caches = layer_configs(cache, shape.num_layers)
-    held = _weight_bytes(weights, model)
+    caches, held = layer_configs(cache, shape.num_layers), _weight_bytes(weights, model)
     budget = None if budget is None else int(budget)
     return KVPlan(whole, caches, int(data), 1, None, 0, budget, held, int(workspace), int(data), int(model))
 
@@ -312,10 +337,10 @@ def _weight_bytes(weights: Any, model: int) -> int:
                 "weights must be a number of bytes, or a pytree of arrays or jax.ShapeDtypeStruct, whose leaves have a "
                 f"shape and a dtype; got {leaf!r:.80}{where}"
             )
-        sharding = getattr(leaf, "sharding", None)
-        named = isinstance(sharding, NamedSharding)
-        size = math.prod(sharding.shard_shape(leaf.shape) if named else leaf.shape) * leaf.dtype.itemsize
-        split, whole = (split + size, whole) if named else (split, whole + size)
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding):
+            split += math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        else:
+            whole += math.prod(leaf.shape) * leaf.dtype.itemsize
     return split - (-whole // int(model))
 
 
@@ -323,21 +348,3 @@ def _of_heads(config: CacheConfig, heads: int) -> CacheConfig:
     """The config for ``heads`` of the KV heads; a channel list for each head would not fit fewer."""
     lists = config.channel_lists()
     return dataclasses.replace(config, selection=lists[:heads]) if len(lists) > heads else config
-
-
-def _largest(fits: Callable[[int], bool], guess: int) -> int:
-    """The largest n for which ``fits``, true up to it and false beyond; 0 if not even 1 does. ``guess`` is near it."""
-    low, high, step = 0, max(guess, 1), 1  # all up to low fit, high does not
-    if fits(high):
-        low = high
-        while fits(low + step):
-            low, step = low + step, 2 * step
-        high = low + step
-    else:
-        while high - step > 0 and not fits(high - step):
-            high, step = high - step, 2 * step
-        low = max(high - step, 0)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

@@ -97,8 +97,12 @@ def _keep_top_p(logits: Array, top_p) -> Array:
 def _check(name: str, value, allowed: Callable[[float], bool], wanted: str) -> None:
     if isinstance(value, str) or isinstance(value, bool):
         raise ValueError(f"{name} must be a number {wanted}, got {value!r}")
-    if isinstance(value, (int, float, np.number)) and not (math.isfinite(value) and allowed(value)):
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+    if isinstance(value, (int, float, np.number)):
+        with np.errstate(over="ignore", under="ignore"):
+            single = np.float32(value)  # what a program computes with; one that is not normal is 0 there
+        single = 0.0 if abs(single) < np.finfo(np.float32).tiny else float(single)
+        if not (math.isfinite(single) and allowed(single)):
+            raise ValueError(f"{name} must be {wanted}, got {value} ({single} as a float32)")
 
 
 def row_keys(seeds: Array) -> Array:

@@ -3,17 +3,14 @@
 import dataclasses
 import functools
 
-import jax
 import numpy as np
 import pytest
 
-from kitty_jax.inference import decode_loop as generate_loop
+from kitty_jax.inference import decode_loop
 from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.generate import generate
 from kitty_jax.inference.sampling import Greedy, Sampling
 from kitty_jax.inference.scheduler import Scheduler
-from kitty_jax.models.registry import random_model
-from kitty_jax.models.sharding import make_mesh
 from tests.inference.generate_cases import VOCAB, small_cache, tiny_model
 
 CACHE = small_cache("kitty_pro")  # sink 4, pages of 16
@@ -47,9 +44,18 @@ def tokens_of(results) -> list[list[int]]:
     return [result.tokens for result in results]
 
 
+def to_text(ids) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def assert_empty(some: Engine) -> None:
+    assert some.state.pool.num_free.tolist() == [6]
+    assert not any(x.any() for x in (some.state.pool.holders, some.state.lengths, some.state.exhausted))
+
+
 @pytest.fixture
-def sent_back(monkeypatch) -> list[int]:
-    """Rows that were sent back to the queue, as it happens."""
+def preempted(monkeypatch) -> list[int]:
+    """Rows whose requests went back to the queue, as it happens."""
     rows, original = [], Scheduler._preempt
 
     def record(self, group, refused):
@@ -61,18 +67,70 @@ def sent_back(monkeypatch) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("slots", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_each_request_gets_what_it_gets_alone(slots) -> None:
-    results = engine(slots=slots, pool_pages=None).run(REQUESTS)
+@pytest.mark.parametrize("overcommit", [False, True])
+def test_each_request_gets_what_it_gets_alone_and_no_page_is_lost(overcommit, preempted) -> None:
+    """Eight requests in three slots and six pages, one more than the largest fills; pieces as they are made."""
+    some = engine(overcommit=overcommit)
+    results = some.run(iter(REQUESTS))
     assert tokens_of(results) == wanted()
-    assert [len(result.tokens) for result in results] == [new for _, new in SIZES]
-    assert {result.ended for result in results} == {"length"}
+    assert [(len(r.tokens), r.ended, r.text) for r in results] == [(new, "length", None) for _, new in SIZES]
     assert len({tuple(tokens[:8]) for tokens in wanted()}) == len(SIZES)  # equal rows would hide a mistake
+    got: list[list[int]] = [[] for _ in REQUESTS]
+    ended: list[int] = []
+    for piece in some.stream(REQUESTS):
+        assert piece.index not in ended
+        assert len(piece.tokens) <= 4 + 1  # the prompt step gives one more
+        got[piece.index] += piece.tokens
+        ended += [piece.index] * bool(piece.ended)
+    assert got == wanted()  # nothing is handed out twice
+    assert bool(preempted) == overcommit
+    assert sorted(ended) == list(range(8))
+    assert set(ended[:2]) == {1, 2}  # the two shortest of the first three
+    assert_empty(some)
 
 
-def test_greedy() -> None:
-    requests = [REQUESTS[i] for i in (0, 3)]
-    assert tokens_of(engine(sampler=None).run(requests)) == [alone(i, Greedy()) for i in (0, 3)]
+def test_greedy_one_slot_and_long_prompts_in_parts() -> None:
+    long = Request(list(range(1, 81)), 9, 3)
+    options = {"cache": CACHE, "capacity": 96, "prefill_tokens": 64, "seed": 3}
+    single = generate(tiny_model(), [long.prompt], max_new_tokens=9, **options).sequences()
+    got = engine(slots=1, pool_pages=None, prefill_tokens=64, sampler=None).run([REQUESTS[0], long])
+    assert tokens_of(got) == [alone(0, Greedy()), *single]
+
+
+def test_fewer_requests_than_slots_none_and_lists_of_ids() -> None:
+    some = engine()
+    assert some.run([]) == []
+    assert some.compile(REQUESTS) > 0
+    assert tokens_of(some.run(REQUESTS[5:6])) == [alone(5)]  # alone it may fill the pool but for a page
+    ids = [REQUESTS[0].prompt, np.array(REQUESTS[1].prompt)]  # their seeds follow each other, as those of REQUESTS do
+    first, second = tokens_of(some.run(ids, max_new_tokens=3, seed=50))
+    assert (first, second) == (alone(0)[:3], alone(1))
+
+
+def test_stop_strings_end_a_request() -> None:
+    tokens = wanted()
+    stop = f"{tokens[3][9]}><{tokens[3][10]}>"  # over two tokens
+    assert to_text(tokens[3]).count(stop) == 1
+    requests = [dataclasses.replace(r, stop=(stop, "never")) for r in REQUESTS]
+    for overcommit in (False, True):  # a request that is recomputed keeps its text
+        some = engine(overcommit=overcommit, decode=to_text)
+        for ids, got in zip(tokens, some.run(requests), strict=True):
+            text = to_text(ids)
+            if stop in text:
+                assert (got.text, got.ended) == (text[: text.index(stop)], "stop")
+                assert ids[: len(got.tokens)] == got.tokens
+                assert len(got.tokens) < len(ids)
+            else:
+                assert (got.text, got.ended, got.tokens) == (text, "length", ids)
+        assert_empty(some)
+    last = f"<{tokens[0][-1]}>"
+    (got,) = engine(decode=to_text).run([dataclasses.replace(REQUESTS[0], stop=[last])])
+    assert got.text == to_text(tokens[0]).split(last)[0]
+    with pytest.raises(ValueError, match=r"request 0: stop \('x',\) needs an engine with decode="):
+        engine().run([dataclasses.replace(REQUESTS[0], stop=("x",))])
+    for wrong in ("abc", [""], [3]):
+        with pytest.raises(ValueError, match="request 0: stop must be a list of non-empty texts"):
+            engine(decode=to_text).run([dataclasses.replace(REQUESTS[0], stop=wrong)])
 
 
 def test_eos_ends_a_sequence_and_the_next_takes_its_slot() -> None:
@@ -87,30 +145,6 @@ def test_eos_ends_a_sequence_and_the_next_takes_its_slot() -> None:
     assert {result.ended for result in results} == {"eos", "length"}
 
 
-def test_fewer_requests_than_slots_none_and_lists_of_ids() -> None:
-    some = engine()
-    assert some.run([]) == []
-    assert tokens_of(some.run(REQUESTS[4:5])) == [alone(4)]
-    ids = [REQUESTS[0].prompt, np.array(REQUESTS[1].prompt)]  # their seeds follow each other, as those of REQUESTS do
-    first, second = tokens_of(some.run(ids, max_new_tokens=3, seed=50))
-    assert (first, second) == (alone(0)[:3], alone(1))
-
-
-@pytest.mark.parametrize("chunk", [1, 5])
-def test_pieces_come_as_they_are_made(chunk) -> None:
-    got: list[list[int]] = [[] for _ in REQUESTS]
-    ended: dict[int, str] = {}
-    for piece in engine(chunk=chunk).stream(REQUESTS):
-        assert piece.index not in ended
-        assert len(piece.tokens) <= chunk + 1  # the prompt step gives one more
-        got[piece.index] += piece.tokens
-        if piece.ended:
-            ended[piece.index] = piece.ended
-    assert got == wanted()
-    assert len(ended) == len(REQUESTS)
-    assert set(list(ended)[:2]) == {1, 2}  # the two shortest of the first three
-
-
 def test_a_short_request_gives_its_slot_to_the_next_at_once() -> None:
     # The long ones are in two slots all the time; the others pass through the third.
     long, short = (
@@ -122,7 +156,7 @@ def test_a_short_request_gives_its_slot_to_the_next_at_once() -> None:
 
 
 def test_other_requests_compile_nothing() -> None:
-    jits = [getattr(generate_loop, f"jit_{name}") for name in ("init", "reset", "start", "advance", "progress")]
+    jits = [getattr(decode_loop, f"jit_{name}") for name in ("init", "reset", "start", "advance", "progress")]
     some, another = engine(), engine(eos=[3, 4], sampler=dataclasses.replace(SAMPLER, temperature=0.7))
     # Three, one, and two slots filled at a time.
     some.run([Request([1] * 9, new) for new in (4, 9, 9, 15, 3, 3)])
@@ -136,23 +170,7 @@ def test_other_requests_compile_nothing() -> None:
     assert all(before)
 
 
-@pytest.mark.parametrize("overcommit", [False, True])
-def test_a_small_pool_delays_requests_and_loses_no_page(overcommit, sent_back) -> None:
-    some = engine(overcommit=overcommit)  # request 5 alone fills 5
-    got: list[list[int]] = [[] for _ in REQUESTS]
-    for _ in range(2):
-        assert tokens_of(some.run(REQUESTS)) == wanted()
-        assert some.state.pool.num_free.tolist() == [6]
-        assert not some.state.pool.holders.any()
-        assert not some.state.lengths.any()
-        assert not some.state.exhausted.any()
-    for piece in some.stream(REQUESTS):
-        got[piece.index] += piece.tokens
-    assert got == wanted()  # nothing is handed out twice
-    assert bool(sent_back) == overcommit
-
-
-def test_overcommit_under_pressure_and_eos(sent_back) -> None:
+def test_overcommit_under_pressure_and_eos(preempted) -> None:
     # Prompts of one page that grow to five each, all at the same time, in a pool of six.
     requests = [dataclasses.replace(REQUESTS[3], max_new_tokens=70, seed=i) for i in range(5)]
     options = {"cache": CACHE, "capacity": 96, "sampler": SAMPLER}
@@ -160,34 +178,15 @@ def test_overcommit_under_pressure_and_eos(sent_back) -> None:
         generate(tiny_model(), [r.prompt], max_new_tokens=70, seed=r.seed, **options).sequences()[0] for r in requests
     ]
     assert tokens_of(engine(overcommit=True).run(requests)) == free
-    assert len(sent_back) >= 2
+    assert len(preempted) >= 2
     some = engine(overcommit=True, eos=free[4][30])
     results = some.run(requests)
     for tokens, result in zip(free, results, strict=True):
         assert result.tokens == tokens[: tokens.index(free[4][30]) + 1 if free[4][30] in tokens else None]
-    assert some.state.pool.num_free.tolist() == [6]
+    assert_empty(some)
 
 
-def test_a_pool_of_exactly_the_pages_of_one_request() -> None:
-    # 60 + 30 - 1 cached tokens past a sink of 4 fill 5 pages.
-    some = engine()
-    assert tokens_of(some.run(REQUESTS[5:6])) == [alone(5)]
-    with pytest.raises(
-        ValueError, match="request 1: 60 prompt tokens and max_new_tokens 30 fill 5 pages, but the pool"
-    ):
-        engine(pool_pages=4).run([REQUESTS[0], REQUESTS[5]])
-
-
-@pytest.mark.slow
-def test_long_prompts_are_cut_as_alone() -> None:
-    request = Request(list(range(1, 81)), 9, 3)
-    options = {"cache": CACHE, "capacity": 96, "sampler": SAMPLER, "prefill_tokens": 64, "seed": 3}
-    single = generate(tiny_model(), [request.prompt], max_new_tokens=9, **options).sequences()
-    got = engine(slots=1, pool_pages=None, prefill_tokens=64).run([REQUESTS[0], request])
-    assert tokens_of(got) == [alone(0), *single]
-
-
-def test_an_iterator_closed_early_and_one_at_a_time() -> None:
+def test_what_breaks_off_leaves_the_engine_usable(monkeypatch) -> None:
     some = engine()
     pieces = some.stream(REQUESTS)
     next(pieces)
@@ -196,22 +195,12 @@ def test_an_iterator_closed_early_and_one_at_a_time() -> None:
     pieces.close()
     assert some.state is None
     some.stream(REQUESTS)  # one that never began holds nothing up
-    assert tokens_of(some.run(REQUESTS[:3])) == wanted()[:3]
-    assert some.state.pool.num_free.tolist() == [6]
-
-
-def test_an_error_leaves_the_engine_usable(monkeypatch) -> None:
-    some = engine()
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "read", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             some.run(REQUESTS)
     assert tokens_of(some.run(REQUESTS[:3])) == wanted()[:3]
-    assert some.state.pool.num_free.tolist() == [6]
-
-
-def test_compile() -> None:
-    assert engine().compile(REQUESTS) > 0
+    assert_empty(some)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +217,15 @@ def test_compile() -> None:
         ([Request([1], 1, 2**32)], "request 0: seed must be from 0"),
         ([[1, 2]], "request 0: plain token ids need max_new_tokens"),
         ([Request("text", 4)], "request 0: row 0 of token_ids is text"),
+        # 60 + 36 - 1 cached tokens past a sink of 4 fill 5 pages
+        (
+            [REQUESTS[0], Request([1] * 60, 36)],
+            "60 prompt tokens and max_new_tokens 36 fill 5 pages, but the pool has 4;",
+        ),
     ],
 )
 def test_requests_are_refused_before_anything_runs(requests, message) -> None:
-    some = engine()
+    some = engine(pool_pages=4)
     with pytest.raises(ValueError, match=message):
         some.stream(requests)
     assert some.state is None
@@ -245,7 +239,6 @@ def test_requests_are_refused_before_anything_runs(requests, message) -> None:
         ({"chunk": 0}, "chunk must be"),
         ({"overcommit": True, "pool_pages": None}, "overcommit is about a page pool: give pool_pages"),
         ({"cache": "full", "pool_pages": 4}, "pool_pages is for quantized caches"),
-        ({"eos": VOCAB}, "outside the vocabulary"),
     ],
 )
 def test_arguments(options, message) -> None:
@@ -282,17 +275,3 @@ def test_the_youngest_goes_back_until_the_refused_have_pages() -> None:
     assert vacant.tolist() == [False, False, True, False]
     assert resumed.tolist() == [True, True, False, False]
     assert plan.admit() == []  # request 2 needs 5 pages to get as far as it was, and 8 of ten are promised
-
-
-@pytest.mark.slow
-def test_a_mesh_keeps_each_group_to_its_own_pages() -> None:
-    mesh = make_mesh(2, 1, jax.devices()[:2])
-    model = random_model(tiny_model().config, mesh=mesh)
-    options = {"cache": CACHE, "capacity": 96, "sampler": SAMPLER, "mesh": mesh}
-    some = Engine(model, slots=2, pool_pages=12, **options)
-    assert tokens_of(some.run(REQUESTS)) == wanted()
-    assert some.state.pool.num_free.tolist() == [6, 6]
-    with pytest.raises(ValueError, match="at each of the mesh's 2 'data' places; raise pool_pages to 10"):
-        Engine(model, slots=4, pool_pages=8, **options).run([REQUESTS[5]])
-    with pytest.raises(ValueError, match="slots must be a multiple of the mesh's 2 'data' places, got 3"):
-        Engine(model, slots=3, **options)

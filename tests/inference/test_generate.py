@@ -1,5 +1,6 @@
-"""generate: against a run without a cache, batches against single rows, ends, compilations, donation, small pools."""
+"""generate and stream: against a run without a cache, rows against batches, ends, compilations, donation, pools."""
 
+import itertools
 import re
 
 import jax
@@ -11,7 +12,7 @@ from kitty_jax.cache.config import CACHE_NAMES
 from kitty_jax.cache.state import QuantizedLayer
 from kitty_jax.cache.steps import functional
 from kitty_jax.inference.decode_loop import jit_advance, jit_start
-from kitty_jax.inference.generate import PoolExhaustedError, generate, prepare
+from kitty_jax.inference.generate import PoolExhaustedError, generate, prepare, stream
 from kitty_jax.inference.prompts import bucket
 from kitty_jax.inference.sampling import Sampling
 from tests.inference.generate_cases import PROMPTS, VOCAB, greedy_by_recompute, small_cache, tiny_model
@@ -19,6 +20,10 @@ from tests.inference.generate_cases import PROMPTS, VOCAB, greedy_by_recompute, 
 SAMPLER = Sampling(temperature=1.2, top_k=40, top_p=0.95, min_p=0.001)
 # What a test does not ask otherwise, so that it finds programs compiled for another.
 OPTIONS = {"cache": small_cache("kitty_pro"), "max_new_tokens": 40, "capacity": 96, "sampler": SAMPLER}
+
+
+def joined(chunks) -> np.ndarray:
+    return np.concatenate(list(chunks), axis=1)
 
 
 def test_greedy_with_the_full_cache_is_the_argmax_of_a_full_recompute() -> None:
@@ -49,13 +54,6 @@ def test_a_batch_gives_each_sequence_what_it_gets_alone(name) -> None:
     # What would hide a mistake: equal rows, or one token again and again.
     assert len({tuple(row) for row in together.sequences()}) == 3
     assert min(len(set(row)) for row in together.sequences()) > 10
-
-
-@pytest.mark.slow
-def test_greedy_batch_gives_each_sequence_what_it_gets_alone() -> None:
-    options = {"cache": small_cache("kitty_pro"), "max_new_tokens": 40, "capacity": 96}
-    together = generate(tiny_model(), PROMPTS, **options).sequences()
-    assert together == [generate(tiny_model(), [prompt], **options).sequences()[0] for prompt in PROMPTS]
 
 
 def test_array_with_lengths_is_the_same_as_lists() -> None:
@@ -95,13 +93,6 @@ def test_eos_ends_each_sequence_at_its_own_step() -> None:
         assert (result.tokens[row, n:] == -1).all()
     # The cache holds the prompt and all new tokens but the last: an ended sequence is left alone.
     assert result.state.lengths.tolist() == [len(p) + n - 1 for p, n in zip(PROMPTS, lengths, strict=True)]
-
-
-def test_eos_as_the_first_token() -> None:
-    free = generate(tiny_model(), PROMPTS, cache="full", max_new_tokens=3)
-    result = generate(tiny_model(), PROMPTS, cache="full", max_new_tokens=3, eos=int(free.tokens[0, 0]))
-    assert result.lengths[0] == 1
-    assert result.finished_by_eos[0]
 
 
 def test_the_loop_stops_when_all_have_ended() -> None:
@@ -157,9 +148,7 @@ def test_default_capacity_is_rounded_so_that_near_requests_agree() -> None:
     assert len(set(sizes)) <= 40
 
 
-@pytest.mark.parametrize(
-    "name, pool_pages", [pytest.param("kitty_pro", 11, marks=pytest.mark.slow), ("kitty_pro", None), ("full", None)]
-)
+@pytest.mark.parametrize("name, pool_pages", [("kitty_pro", 11), ("full", None)])
 @pytest.mark.parametrize("step", ["start", "advance"])
 def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
     options = OPTIONS | {"cache": small_cache(name), "max_new_tokens": 9, "pool_pages": pool_pages}
@@ -197,15 +186,15 @@ def test_a_pool_that_runs_out_stops_the_sequence_and_loses_nothing() -> None:
     assert error.result.sequences() == [whole[0][:32], whole[1][:16]]
     assert error.rows == (0, 1)
     assert error.result.state.lengths.tolist() == [51, 35]
+    chunks = []
+    with pytest.raises(PoolExhaustedError) as caught:
+        chunks.extend(stream(tiny_model(), prompts, pool_pages=3, chunk=4, **options))
+    assert np.array_equal(joined(chunks), error.result.tokens[:, :32])
+    assert np.array_equal(caught.value.result.tokens, error.result.tokens)
     text = str(error)
     assert "pool_pages=3 were not enough" in text
     assert "0 (after 32 new tokens), 1 (after 16 new tokens)" in text
     assert "Raise pool_pages (10 hold the whole capacity of all 2 sequences" in text
-
-
-def test_a_pool_that_suffices_is_the_same_as_none() -> None:
-    wanted = generate(tiny_model(), PROMPTS, **OPTIONS).sequences()
-    assert generate(tiny_model(), PROMPTS, pool_pages=11, **OPTIONS).sequences() == wanted
 
 
 def test_a_prompt_that_gets_no_pages_has_no_new_tokens() -> None:
@@ -218,15 +207,62 @@ def test_a_prompt_that_gets_no_pages_has_no_new_tokens() -> None:
     assert caught.value.result.sequences()[:2] == wanted
 
 
-def test_one_config_per_layer() -> None:
-    model = tiny_model(num_layers=2)
+def test_one_config_per_layer_and_the_edge_of_the_vocabulary() -> None:
+    model = functional(tiny_model(num_layers=2))  # split before
     caches = [small_cache("full"), small_cache("kitty_pro")]
-    result = generate(model, PROMPTS, cache=caches, max_new_tokens=40, capacity=96, keep_state=True)
+    prompts = [*PROMPTS[:2], [0, VOCAB - 1]]
+    result = generate(model, prompts, cache=caches, max_new_tokens=40, capacity=96, keep_state=True)
     assert [type(layer).__name__ for layer in result.state.layers] == ["FullLayer", "QuantizedLayer"]
     assert result.lengths.tolist() == [40, 40, 40]
 
 
-def test_split_model_and_vocabulary_edge() -> None:
-    whole = generate(tiny_model(), [[0, VOCAB - 1]], cache="full", max_new_tokens=4)
-    split = generate(functional(tiny_model()), [[0, VOCAB - 1]], cache="full", max_new_tokens=4)
-    assert split.sequences() == whole.sequences()
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_stream_gives_the_tokens_of_generate_without_compiling_again(chunk) -> None:
+    wanted = generate(tiny_model(), PROMPTS, **OPTIONS)
+    sizes = (jit_start._cache_size(), jit_advance._cache_size())
+    chunks = list(stream(tiny_model(), PROMPTS, chunk=chunk, **OPTIONS))
+    assert np.array_equal(joined(chunks), wanted.tokens)
+    assert (jit_start._cache_size(), jit_advance._cache_size()) == sizes
+    assert [c.shape for c in chunks] == [(3, min(chunk, 40 - i)) for i in range(0, 40, chunk)]
+    assert all(isinstance(c, np.ndarray) and c.dtype == np.int32 for c in chunks)
+
+
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_stream_stops_when_all_have_ended(chunk) -> None:
+    free = generate(tiny_model(), PROMPTS, **OPTIONS)
+    eos = sorted({int(row[i]) for row, i in zip(free.tokens, (2, 4, 6), strict=True)})
+    wanted = generate(tiny_model(), PROMPTS, eos=eos, **OPTIONS)
+    tokens = joined(stream(tiny_model(), PROMPTS, chunk=chunk, eos=eos, **OPTIONS))
+    longest = int(wanted.lengths.max())
+    assert tokens.shape[1] == longest <= 7
+    assert np.array_equal(tokens, wanted.tokens[:, :longest])
+
+
+def test_stream_can_be_closed_and_started_again() -> None:
+    generation = prepare(tiny_model(), PROMPTS, **OPTIONS)
+    iterator = generation.stream()
+    first = joined(itertools.islice(iterator, 3))
+    iterator.close()
+    assert list(iterator) == []
+    assert np.array_equal(first, generation.run().tokens[:, :3])
+
+
+def test_compile_leaves_nothing_to_compile() -> None:
+    # A shape that no other test has.
+    generation = prepare(tiny_model(), [[1, 2]] * 2, cache="full", max_new_tokens=5, capacity=77)
+    compiled = []
+
+    def listen(event: str, duration: float, **_) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        assert generation.compile() > 0
+        assert len(compiled) >= 2  # so that an empty list below means something
+        compiled.clear()
+        chunks = list(generation.stream())
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(chunks) == 5
+    assert not compiled

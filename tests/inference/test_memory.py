@@ -1,13 +1,12 @@
-"""kitty_jax.inference.memory: bytes of a cache by hand, and bytes on the device."""
+"""Bytes of a cache by hand, amounts of memory as text."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
-from kitty_jax.cache.state import KVShape, init_state
-from kitty_jax.inference.memory import cache_bytes
+from kitty_jax.cache.state import KVShape
+from kitty_jax.inference.memory import format_bytes, parse_bytes
+from kitty_jax.inference.memory_plan import cache_bytes
 
+GB = 10**9
 QWEN3_8B = KVShape(36, 8, 128)
 
 
@@ -26,14 +25,6 @@ def test_kitty_pro_at_8192_tokens_by_hand() -> None:
     assert size.bits_per_element == pytest.approx(16 / size.ratio)
 
 
-@pytest.mark.parametrize("name", CACHE_NAMES)
-def test_planned_bytes_are_the_bytes_on_the_device(name) -> None:
-    shape = KVShape(2, 2, 32, jnp.dtype(jnp.bfloat16))
-    state = init_state(name, shape, batch=3, capacity=600)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    assert cache_bytes(name, shape, batch=3, capacity=600).total == held
-
-
 def test_a_full_cache_in_bfloat16_is_its_own_measure() -> None:
     size = cache_bytes("full", QWEN3_8B, batch=2, capacity=100)
     assert size.payload == size.bf16
@@ -41,7 +32,19 @@ def test_a_full_cache_in_bfloat16_is_its_own_measure() -> None:
     assert size.ratio == pytest.approx(1, abs=1e-4)
 
 
-def test_a_smaller_pool_is_counted() -> None:
-    whole = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192)
-    half = cache_bytes(CacheConfig.kitty(), QWEN3_8B, batch=4, capacity=8192, pool_pages=126)
-    assert half.payload * 2 == whole.payload
+@pytest.mark.parametrize(
+    "text, size", [("80GB", 80 * GB), ("80 GiB", 80 * 2**30), ("1.5tb", 1_500 * GB), ("12", 12), ("3m", 3_000_000)]
+)
+def test_amounts_of_memory(text, size) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_sizes_as_text() -> None:
+    sizes = (0, 999, 1000, 5 * 10**6, 80 * GB, -1.5e12)
+    assert [format_bytes(n) for n in sizes] == ["0 B", "999 B", "1.00 kB", "5.00 MB", "80.00 GB", "-1.50 TB"]
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1XB", "1ib", "80 GB please"])
+def test_what_is_no_amount_of_memory(text) -> None:
+    with pytest.raises(ValueError, match="an amount of memory is a number with a unit such as 80GB"):
+        parse_bytes(text)

@@ -11,15 +11,18 @@ import pytest
 
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.state import KVShape, init_state, nbytes
+from kitty_jax.inference.engine import Engine
 from kitty_jax.inference.generate import generate, prepare
 from kitty_jax.inference.sampling import Sampling
+from kitty_jax.inference.scheduler import Scheduler
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.sharding import make_mesh
 from tests.inference.generate_cases import small_cache
 
 SIZES = {"vocab_size": 96, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-CONFIG = dataclasses.replace(config_from_name("qwen3-0.6b"), num_layers=2, dtype=jnp.float32, **SIZES)
+CONFIG = dataclasses.replace(config_from_name("qwen3-0.6b"), num_layers=1, dtype=jnp.float32, **SIZES)
 PROMPTS = [np.random.default_rng(i).integers(0, 96, n).tolist() for i, n in enumerate((70, 3, 41))]
+SAMPLER = Sampling(temperature=1.2)
 LISTS = ((0, 5), (3, 9))  # two boosted channels, another pair for each KV head
 
 
@@ -48,32 +51,45 @@ def test_sharded_generation_equals_one_device(name, data, model):
     """Three prompts on two places of "data": a padding sequence is added, and nothing of it is seen."""
     mesh = make_mesh(data, model, jax.devices()[: data * model])
     options = {"cache": CACHES[name], "max_new_tokens": 40, "capacity": 128, "seed": 3}
-    options |= {"sampler": Sampling(temperature=1.2)}
+    options |= {"sampler": SAMPLER}
+    pool = 24 if (name, data) == ("kitty_pro", 2) else None
     wanted = generate(random_model(CONFIG), PROMPTS, **options)
-    got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, keep_state=True, **options)
+    got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, keep_state=True, pool_pages=pool, **options)
     assert got.sequences() == wanted.sequences()
     assert got.tokens.shape == (3, 40)
     assert len({tuple(row) for row in got.sequences()}) == 3
     layer = got.state.layers[0]
-    shards = layer.keys.addressable_shards if name == "full" else layer.kv.key_pages.addressable_shards
-    assert len({s.index for s in shards}) == data * model  # every device holds a part of its own
-    assert sum(s.data.nbytes for s in shards) == (layer.keys if name == "full" else layer.kv.key_pages).nbytes
+    parts = layer.keys if name == "full" else layer.kv.key_pages
+    assert len({s.index for s in parts.addressable_shards}) == data * model  # every device holds a part of its own
+    assert sum(s.data.nbytes for s in parts.addressable_shards) == parts.nbytes
+    if pool:  # each place hands out its own half of the pages
+        pages = [max(n - 4, 0) // 16 for n in got.state.lengths.tolist()]
+        assert got.state.pool.num_free.tolist() == [12 - pages[0] - pages[1], 12 - pages[2] - pages[3]]
+        table = np.asarray(got.state.page_table)
+        for group in (table[:2], table[2:]):
+            ids = group[group >= 0]
+            assert len(set(ids.tolist())) == len(ids)
+            assert ids.max(initial=0) < 12
 
 
-def test_a_pool_on_a_mesh_hands_out_pages_by_group():
-    mesh = make_mesh(2, 1, jax.devices()[:2])
-    options = {"cache": small_cache("kitty_pro"), "max_new_tokens": 40, "capacity": 128}
-    wanted = generate(random_model(CONFIG), PROMPTS, **options)
-    got = generate(random_model(CONFIG, mesh=mesh), PROMPTS, mesh=mesh, pool_pages=24, keep_state=True, **options)
-    assert got.sequences() == wanted.sequences()
-    pool = got.state.pool
-    pages = [max(n - 4, 0) // 16 for n in got.state.lengths.tolist()]
-    assert pool.num_free.tolist() == [12 - pages[0] - pages[1], 12 - pages[2] - pages[3]]
-    held = np.asarray(got.state.page_table)
-    for group in (held[:2], held[2:]):
-        ids = group[group >= 0]
-        assert len(set(ids.tolist())) == len(ids)
-        assert ids.max(initial=0) < 12
+def test_the_engine_on_a_mesh_gives_what_each_request_gets_alone(monkeypatch):
+    """Two places of two slots and six pages; prompts in parts, sampled, and preempted where the pages run out."""
+    preempted, original = [], Scheduler._preempt
+
+    def record(self, group, refused):
+        preempted.extend(rows := original(self, group, refused))
+        return rows
+
+    monkeypatch.setattr(Scheduler, "_preempt", record)
+    prompts = [np.random.default_rng(i).integers(0, 96, n).tolist() for i, n in enumerate((70, 20, 20, 20, 20, 3))]
+    options = {"cache": small_cache("kitty_pro"), "capacity": 128, "sampler": SAMPLER, "prefill_tokens": 64}
+    one = random_model(CONFIG)
+    wanted = [generate(one, [p], seed=i, max_new_tokens=40, **options).sequences()[0] for i, p in enumerate(prompts)]
+    mesh = make_mesh(2, 2, jax.devices()[:4])
+    some = Engine(random_model(CONFIG, mesh=mesh), slots=4, pool_pages=14, overcommit=True, mesh=mesh, **options)
+    assert [result.tokens for result in some.run(prompts, max_new_tokens=40)] == wanted
+    assert some.state.pool.num_free.tolist() == [7, 7]
+    assert preempted
 
 
 def _moved(text: str) -> list[int]:
@@ -134,13 +150,14 @@ def test_sizes_that_do_not_divide(changes, message):
         init_state("kitty", shape, **{"batch": 4, "capacity": 300, "mesh": mesh, **changes})
 
 
-def test_samples_over_data_are_refused():
-    mesh = make_mesh(2, 1, jax.devices()[:2])
+def test_meshes_that_are_refused():
     with pytest.raises(ValueError, match="one place on 'data', got 2"):
-        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, samples=2, mesh=mesh)
-
-
-def test_a_mesh_of_other_axes_is_refused():
-    mesh = jax.make_mesh((2,), ("x",))
+        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, samples=2, mesh=make_mesh(2, 1, jax.devices()[:2]))
     with pytest.raises(ValueError, match="make_mesh"):
-        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, mesh=mesh)
+        prepare(random_model(CONFIG), PROMPTS, max_new_tokens=3, mesh=jax.make_mesh((2,), ("x",)))
+    options = {"capacity": 96, "cache": "kitty_pro", "mesh": make_mesh(2, 1, jax.devices()[:2])}
+    with pytest.raises(ValueError, match="slots must be a multiple of the mesh's 2 'data' places, got 3"):
+        Engine(random_model(CONFIG), slots=3, **options)
+    small = Engine(random_model(CONFIG), slots=4, **options | {"cache": small_cache("kitty_pro")}, pool_pages=8)
+    with pytest.raises(ValueError, match="pool has 4 at each of the mesh's 2 'data' places; raise pool_pages to 10"):
+        small.run([[1] * 60], max_new_tokens=30)

@@ -1,7 +1,5 @@
 """Samplers: the filters against a literal NumPy version, frequencies, ties, keys, refused values."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,25 +60,14 @@ def test_filters_keep_what_a_literal_version_keeps(options) -> None:
         np.testing.assert_allclose(out[kept], row[kept] / options.get("temperature", 1.0), rtol=1e-6)
 
 
-def test_the_order_of_the_filters_matters_and_is_the_documented_one() -> None:
-    row = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
-    # Top-k first: of {0.4, 0.3} the first has 0.57, so top-p 0.5 keeps one. With top-p first, both would stay.
-    kept = np.isfinite(np.asarray(Sampling(top_k=2, top_p=0.5).filter(jnp.asarray(row[None]))))
-    assert kept.tolist() == [[True, False, False, False]]
-
-
 def test_draws_follow_the_filtered_distribution() -> None:
     row = jnp.log(jnp.array([0.5, 0.25, 0.125, 0.125], jnp.float32))
     drawn = np.asarray(Sampling(top_k=2)(jnp.broadcast_to(row, (6000, 4)), keys(6000)))
     # Of the two kept tokens the first has 2/3; the standard deviation of its share is 0.006.
     assert set(drawn.tolist()) == {0, 1}
     assert abs((drawn == 0).mean() - 2 / 3) < 0.025
-
-
-def test_temperature_sharpens_and_flattens() -> None:
-    row = jnp.broadcast_to(jnp.log(jnp.array([0.6, 0.4], jnp.float32)), (4000, 2))
-    share = [float((np.asarray(Sampling(temperature=t)(row, keys(4000))) == 0).mean()) for t in (0.25, 1.0, 10.0)]
-    np.testing.assert_allclose(share, [0.6**4 / (0.6**4 + 0.4**4), 0.6, 0.51], atol=0.03)
+    cool = np.asarray(Sampling(temperature=0.5, top_k=2)(jnp.broadcast_to(row, (6000, 4)), keys(6000)))
+    assert abs((cool == 0).mean() - 4 / 5) < 0.025
 
 
 def test_greedy_takes_the_lowest_id_of_equals() -> None:
@@ -138,6 +125,9 @@ def test_a_new_temperature_compiles_nothing() -> None:
         ({"temperature": float("nan")}, "temperature must be above 0"),
         ({"temperature": float("inf")}, "temperature must be above 0"),
         ({"temperature": "1"}, "temperature must be a number"),
+        ({"temperature": 1e-40}, r"temperature must be above 0 .*, got 1e-40 \(0.0 as a float32\)"),
+        ({"temperature": 1e39}, "temperature must be above 0"),
+        ({"top_p": 1e-39}, "top_p must be above 0"),
         ({"top_k": 0}, "top_k must be a whole number, 1 or more, or None, got 0"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_k": True}, "top_k must be a whole number"),
@@ -150,8 +140,3 @@ def test_a_new_temperature_compiles_nothing() -> None:
 def test_values_out_of_range_are_refused(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
-
-
-def test_samplers_are_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Sampling().temperature = 2.0

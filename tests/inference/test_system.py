@@ -17,7 +17,6 @@ from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.generate import PoolExhaustedError, generate
 from kitty_jax.inference.sampling import Sampling
 from kitty_jax.models.registry import random_model
-from kitty_jax.models.sharding import make_mesh
 from tests.cache.test_donation import MODEL, _copies, _pools, _shapes
 from tests.inference.generate_cases import VOCAB, small_cache, tiny_model
 
@@ -131,18 +130,3 @@ def test_samples_with_a_query_statistic_are_what_each_would_be_alone():
     rows = generate(tiny_model(), [prompt], seed=5, samples=3, **options).sequences()
     assert len(set(map(tuple, rows))) == 3
     assert rows == generate(tiny_model(), [prompt] * 3, seed=5, **options).sequences()
-
-
-@pytest.mark.slow
-def test_pieces_samples_and_the_engine_on_a_mesh():
-    """Prompts longer than the budget on two devices that share the KV heads."""
-    config = dataclasses.replace(tiny_model().config, vocab_size=VOCAB + 1)  # two devices divide 98
-    mesh = make_mesh(1, 2, jax.devices()[:2])
-    one, two = random_model(config), random_model(config, mesh=mesh)
-    options = {"cache": small_cache("kitty_pro"), "capacity": 256, "prefill_tokens": 64, "sampler": Sampling()}
-    new = {"max_new_tokens": 30, "seed": 2, "samples": 2}
-    wanted = generate(one, PROMPTS, **options, **new).sequences()
-    assert generate(two, PROMPTS, mesh=mesh, **options, **new).sequences() == wanted
-    requests = [Request(prompt, 30, seed=2 + 2 * i) for i, prompt in enumerate(PROMPTS)]
-    results = Engine(two, slots=2, pool_pages=24, mesh=mesh, **options).run(requests)
-    assert [result.tokens for result in results] == wanted[::2]
