@@ -33,11 +33,7 @@ def read_shape(text: str, layers: int | None = None) -> DecoderConfig:
                 "or a .gguf file"
             )
         config = config_from_hf(json.loads(path.read_text()))
-    if layers is None:
-        return config
-    if layers < 1:
-        raise ValueError(f"--layers must be 1 or more, got {layers}")
-    return dataclasses.replace(config, num_layers=layers)
+    return config if layers is None else dataclasses.replace(config, num_layers=layers)
 
 
 def weight_shapes(config: DecoderConfig, data: int = 1, model: int = 1) -> list[jax.ShapeDtypeStruct]:
