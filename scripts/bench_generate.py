@@ -175,8 +175,9 @@ def run_process(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     defaults = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",  # growing caches fragment without it
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
     }
+    if "XLA_CLIENT_MEM_FRACTION" not in os.environ:  # XLA refuses both names
+        defaults["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.95"
     try:
         yield from read_rows([*command, json.dumps(request)], request["limit"], {**defaults, **os.environ})
     except OSError as error:  # the others are measured all the same
