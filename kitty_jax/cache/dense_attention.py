@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kitty_jax.pallas_kernels.partials import MASKED, Partial
+from kitty_jax.pallas_kernels.private_jax import cudnn_attention
 
 QUERY_BLOCK = 256  # queries attended at a time on the XLA path: bounds the logits at B * N * 256 * keys
 
@@ -60,7 +61,7 @@ def _seen_alone(v: Array, seen: Array) -> Array:
     return jnp.where(jnp.any(seen, axis=1)[:, :, None, None], v, 0)
 
 
-def partial_flash(q: Array, k: Array, v: Array, visible: Array | None) -> Partial:
+def partial_dense_attention(q: Array, k: Array, v: Array, visible: Array | None) -> Partial:
     """Attention over one block of keys as a partial result that merges with others.
 
     Args:
@@ -83,24 +84,10 @@ def partial_flash(q: Array, k: Array, v: Array, visible: Array | None) -> Partia
 
 
 def _partial_cudnn(q: Array, k: Array, v: Array, visible: Array | None) -> Partial:
-    # `jax.nn.dot_product_attention` rounds the log of the sum to 16 bits, 3 % of a weight. The function beneath it, a
-    # private import that jax 0.11.2 and 0.12.0 have, does not.
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
     lengths = [None, None]
     if visible is not None:
         lengths = [jnp.full(q.shape[0], q.shape[1], jnp.int32), jnp.maximum(visible, 1)]
-    out, log_sum = dot_product_attention(
-        q,
-        k,
-        v,
-        None,
-        None,
-        *lengths,
-        scale=q.shape[-1] ** -0.5,
-        mask_type=MaskType.CAUSAL if visible is None else MaskType.PADDING,
-        return_residual=True,
-    )
+    out, log_sum = cudnn_attention(q, k, v, lengths, is_causal=visible is None)
     log_sum = jnp.swapaxes(log_sum, 1, 2)  # from [B, N, T]
     return Partial(out.astype(jnp.float32), log_sum, jnp.ones_like(log_sum))
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kitty_jax.cache.state import FullLayer, KVState, Layer, PagePool, QuantizedLayer, constrain
-from kitty_jax.pallas_kernels.page_format import BUFFERS
+from kitty_jax.cache.state import KVState, PagePool, constrain
 
 
 def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
@@ -22,12 +21,11 @@ def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
         The state with its page table extended, and int32 [B]: ``num_new``, or 0 for the refused sequences.
     """
     fits = state.lengths + num_new <= state.capacity
-    layer = next((x for x in state.layers if isinstance(x, QuantizedLayer)), None)
-    if state.pool is None or layer is None:
+    if state.pool is None:
         refused = ~fits & (num_new > 0)
         return dataclasses.replace(state, exhausted=state.exhausted | refused), jnp.where(fits, num_new, 0)
-    first = layer.kv.counts(state.lengths)[1]
-    last = layer.kv.counts(state.lengths + num_new)[1]
+    layer = next(x for x in state.layers if x.full_pages(state.lengths) is not None)  # all fill the same pages
+    first, last = (layer.full_pages(x) for x in (state.lengths, state.lengths + num_new))
     need = jnp.where(fits, last - first, 0)
 
     # [X, B / X] from here on: a group of sequences has its pages to itself.
@@ -43,7 +41,7 @@ def reserve(state: KVState, num_new: Array) -> tuple[KVState, Array]:
     place = jnp.clip(top[..., None] - 1 - rank, 0, pool.free.shape[1] - 1)
     ids = jnp.take_along_axis(pool.free, place.reshape(groups, -1), axis=1).reshape(place.shape)
     held = jax.vmap(lambda x, i: x.at[i].add(1, mode="drop"))(
-        pool.holders, jnp.where(new, ids, pool.holders.shape[1]).reshape(groups, -1)
+        pool.reference_counts, jnp.where(new, ids, pool.reference_counts.shape[1]).reshape(groups, -1)
     )
     left = pool.num_free - jnp.sum(jnp.where(granted, need, 0), axis=1, dtype=jnp.int32)
     granted = granted.reshape(-1)
@@ -66,14 +64,14 @@ def release(state: KVState, done: Array) -> KVState:
     back = done[:, None] & (state.page_table >= 0)
     ids = jnp.where(back, state.page_table, pages).reshape(groups, -1)
 
-    def give_back(free: Array, num_free: Array, holders: Array, ids: Array) -> tuple[Array, Array, Array]:
-        left = holders.at[ids].add(-1, mode="drop")
-        freed = (holders > 0) & (left == 0)
+    def give_back(free: Array, num_free: Array, counts: Array, ids: Array) -> tuple[Array, Array, Array]:
+        left = counts.at[ids].add(-1, mode="drop")
+        freed = (counts > 0) & (left == 0)
         slot = jnp.where(freed, num_free + jnp.cumsum(freed) - 1, pages)
         free = free.at[slot].set(jnp.arange(pages, dtype=jnp.int32), mode="drop")
         return free, num_free + jnp.sum(freed, dtype=jnp.int32), left
 
-    pool = PagePool(*jax.vmap(give_back)(state.pool.free, state.pool.num_free, state.pool.holders, ids))
+    pool = PagePool(*jax.vmap(give_back)(state.pool.free, state.pool.num_free, state.pool.reference_counts, ids))
     return dataclasses.replace(state, page_table=jnp.where(done[:, None], -1, state.page_table), pool=pool)
 
 
@@ -91,8 +89,7 @@ def fork(state: KVState, source: Array, target: Array) -> KVState:
     """
     if source.shape != target.shape or source.ndim != 1:
         raise ValueError(f"source and target must be int32 [X] alike, got shapes {source.shape} and {target.shape}")
-    quantized = any(isinstance(x, QuantizedLayer) for x in state.layers)
-    if quantized and state.pool is None and state.page_table.shape[1]:
+    if state.pool is None and state.page_table.shape[1]:
         raise ValueError("fork shares pages and needs a page pool: make the state with init_state(..., pool_pages=M)")
     if state.groups > 1:
         raise ValueError(f"fork takes a mesh with one place on 'data', got {state.groups}")
@@ -103,32 +100,24 @@ def fork(state: KVState, source: Array, target: Array) -> KVState:
     target, source = jnp.where(kept, target, batch), jnp.clip(source, 0, batch - 1)
     before = state
 
-    def copied(x: Array, old: Array | None = None) -> Array:
-        return x.at[target].set((x if old is None else old)[source], mode="drop") if x.size else x
+    def copied(x: Array, old: Array) -> Array:
+        return x.at[target].set(old[source], mode="drop") if x.size else x
 
     if state.pool is not None:
-        # Sources' pages get their new holders before targets give theirs up.
+        # Sources' pages are counted for their new sequences before targets give theirs up.
         rows = jnp.where((target < batch)[:, None], state.page_table[source], -1)
-        ids = jnp.where(rows >= 0, rows, state.pool.holders.shape[1]).reshape(-1)
-        holders = state.pool.holders.at[0, ids].add(1, mode="drop")
-        state = dataclasses.replace(state, pool=dataclasses.replace(state.pool, holders=holders))
+        ids = jnp.where(rows >= 0, rows, state.pool.reference_counts.shape[1]).reshape(-1)
+        counts = state.pool.reference_counts.at[0, ids].add(1, mode="drop")
+        state = dataclasses.replace(state, pool=dataclasses.replace(state.pool, reference_counts=counts))
     state = release(state, jnp.zeros(batch, bool).at[target].set(True, mode="drop"))
     if state.pool is not None:
         state = dataclasses.replace(state, page_table=copied(state.page_table, before.page_table))
-
-    def copied_layer(layer: Layer) -> Layer:
-        if isinstance(layer, FullLayer):
-            return FullLayer(copied(layer.keys), copied(layer.values))
-        kv = layer.kv
-        buffers = {name: copied(getattr(kv, name)) for name in BUFFERS}
-        squares = None if layer.query_squares is None else copied(layer.query_squares)
-        return dataclasses.replace(layer, kv=dataclasses.replace(kv, **buffers), query_squares=squares)
 
     return constrain(
         dataclasses.replace(
             state,
             lengths=copied(state.lengths, before.lengths),
             exhausted=copied(state.exhausted, before.exhausted),
-            layers=tuple(map(copied_layer, state.layers)),
+            layers=tuple(x.copy_rows(source, target) for x in state.layers),
         )
     )

@@ -16,8 +16,10 @@ from jax import Array
 from jax.sharding import Mesh
 
 from kitty_jax.cache.config import CacheConfig, layer_configs
+from kitty_jax.cache.full_cache import FullCache
+from kitty_jax.cache.layer_cache import LayerCache, LayerShape, size_in_bytes
 from kitty_jax.cache.mesh import constrain_to, partition_specs
-from kitty_jax.pallas_kernels.page_format import LayerKV
+from kitty_jax.cache.quantized_cache import QuantizedCache
 
 
 class CacheShape(Protocol):
@@ -41,52 +43,18 @@ class KVShape:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantizedLayer:
-    """One layer in 2-bit pages and full-precision buffers.
-
-    Attributes:
-        kv: pages and buffers.
-        query_squares: float32 [B, K, D], the squares of the queries summed over the tokens so far of each sequence's
-            newest page (:mod:`.query_statistic`); None unless the config weighs channels by them.
-        config: its cache config.
-        index: its number where the config draws random channels, which depend on it; 0 elsewhere, so that equal layers
-            share what is traced for one of them.
-        shards: devices that share the KV heads, the size of the mesh's "model" axis.
-    """
-
-    kv: LayerKV
-    query_squares: Array | None
-    config: CacheConfig = dataclasses.field(metadata={"static": True})
-    index: int = dataclasses.field(metadata={"static": True})
-    shards: int = dataclasses.field(default=1, metadata={"static": True})
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class FullLayer:
-    """One layer in full precision: keys and values [B, capacity, K, D]."""
-
-    keys: Array
-    values: Array
-
-
-Layer = QuantizedLayer | FullLayer
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class PagePool:
     """Which pages are free, for each of the X groups of sequences and pages (X is 1 without a mesh).
 
     Attributes:
         free: int32 [X, M / X], a stack; ``free[x, :num_free[x]]`` are the pages of group x that no sequence holds.
         num_free: int32 [X].
-        holders: int32 [X, M / X], how many sequences hold a page: more than one after a fork.
+        reference_counts: int32 [X, M / X], how many sequences hold a page: more than one after a fork.
     """
 
     free: Array
     num_free: Array
-    holders: Array
+    reference_counts: Array
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +79,7 @@ class KVState:
     page_table: Array
     exhausted: Array
     pool: PagePool | None
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerCache, ...]
     capacity: int = dataclasses.field(metadata={"static": True})
     mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -182,35 +150,11 @@ def init_state(
         pool = PagePool(free, jnp.full(groups, own, jnp.int32), jnp.zeros((groups, own), jnp.int32))
         table = jnp.full((batch, per_sequence), -1, jnp.int32)
     pages = max(pages, groups)
-    layers = tuple(_empty_layer(c, i, shape, batch, capacity, pages, shards) for i, c in enumerate(configs))
+    sizes = (batch, capacity, shape.num_kv_heads, shape.head_dim, shape.dtype, pages)
+    kinds = [QuantizedCache if c.quantized else FullCache for c in configs]
+    layers = tuple(kind.empty(c, LayerShape(*sizes, i, shards)) for i, (kind, c) in enumerate(zip(kinds, configs)))
     state = KVState(jnp.zeros(batch, jnp.int32), table, jnp.zeros(batch, bool), pool, layers, capacity, mesh)
     return constrain(state)
-
-
-def _empty_layer(
-    config: CacheConfig, index: int, shape: CacheShape, batch: int, capacity: int, pages: int, shards: int
-) -> Layer:
-    k, d, dtype = shape.num_kv_heads, shape.head_dim, shape.dtype
-    if not config.quantized:
-        return FullLayer(*(jnp.zeros((batch, capacity, k, d), dtype) for _ in range(2)))
-    fmt = config.page_format(d)
-    if len(config.channel_lists()) not in (0, 1, k):
-        raise ValueError(f"selection lists channels for {len(config.channel_lists())} KV heads, the model has {k}")
-
-    def buffer(tokens: int) -> Array:
-        return jnp.zeros((batch, k, tokens, d), dtype)
-
-    kv = LayerKV(
-        key_pages=jnp.zeros((pages, k, fmt.key_words), jnp.uint32),
-        value_pages=jnp.zeros((pages, k, fmt.value_words), jnp.uint32),
-        sink_keys=buffer(config.sink),
-        sink_values=buffer(config.sink),
-        tail_keys=buffer(fmt.page),
-        ring_values=buffer(fmt.page + config.window),
-        fmt=fmt,
-    )
-    squares = jnp.zeros((batch, k, d), jnp.float32) if config.weighs_queries else None
-    return QuantizedLayer(kv, squares, config, index if config.selection == "random" else 0, shards)
 
 
 def constrain(state: KVState) -> KVState:
@@ -220,10 +164,7 @@ def constrain(state: KVState) -> KVState:
 
 def state_specs(state: KVState) -> KVState:
     """The state with a ``PartitionSpec`` in place of each array."""
-    heads_third = [isinstance(layer, FullLayer) for layer in state.layers]
-    layers = tuple(
-        partition_specs(x, heads=2 if full else 1) for x, full in zip(state.layers, heads_third, strict=True)
-    )
+    layers = tuple(partition_specs(x, heads=x.heads_axis) for x in state.layers)
     rest = partition_specs(dataclasses.replace(state, layers=()))
     return dataclasses.replace(rest, layers=layers)
 
@@ -235,29 +176,23 @@ def nbytes(state: KVState) -> dict[str, int]:
     ``value_metadata``, ``sink``, ``key_tail``, ``value_window``, ``query_statistic``, ``full_precision``, ``tables``
     (page table, lengths, pool), and their sum ``total``.
     """
-    pages = ("key_codes", "key_metadata", "value_codes", "value_metadata")
-    out = dict.fromkeys((*pages, "sink", "key_tail", "value_window", "query_statistic", "full_precision"), 0)
-
-    def size(x) -> int:
-        return x.size * x.dtype.itemsize
-
+    out = dict.fromkeys(PARTS, 0)
     for layer in state.layers:
-        if isinstance(layer, FullLayer):
-            out["full_precision"] += size(layer.keys) + size(layer.values)
-            continue
-        kv = layer.kv
-        for name, records, parts in (
-            ("key", kv.key_pages, kv.fmt.key_parts),
-            ("value", kv.value_pages, kv.fmt.value_parts),
-        ):
-            codes = records.shape[0] * records.shape[1] * (parts["low"].size + parts["high"].size)
-            out[f"{name}_codes"] += codes
-            out[f"{name}_metadata"] += size(records) - codes
-        out["sink"] += size(kv.sink_keys) + size(kv.sink_values)
-        out["key_tail"] += size(kv.tail_keys)
-        out["value_window"] += size(kv.ring_values)
-        out["query_statistic"] += sum(size(x) for x in jax.tree.leaves(layer.query_squares))
-    tables = (state.lengths, state.page_table, state.exhausted, state.pool)
-    out["tables"] = sum(size(x) for x in jax.tree.leaves(tables))
+        for part, size in layer.nbytes().items():
+            out[part] += size
+    out["tables"] = size_in_bytes(state.lengths, state.page_table, state.exhausted, state.pool)
     out["total"] = sum(out.values())
     return out
+
+
+PARTS = (
+    "key_codes",
+    "key_metadata",
+    "value_codes",
+    "value_metadata",
+    "sink",
+    "key_tail",
+    "value_window",
+    "query_statistic",
+    "full_precision",
+)
