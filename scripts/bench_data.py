@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from kitty_jax.cache.full_cache import FullCache
 from kitty_jax.cache.mesh import on_mesh, partition_specs
-from kitty_jax.cache.state import FullLayer, KVState
+from kitty_jax.cache.state import KVState
 from kitty_jax.pallas_kernels.page_format import PageFormat, join_record
 
 PAGES, ROWS = 61, 4099  # different pages and rows of a layer; prime, so that they fall differently in every sequence
@@ -65,7 +66,7 @@ def _random_layer(key: jax.Array, structure, shapes: tuple, mesh: Mesh | None):
     layer = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(*x) for x in shapes])
     if mesh is None:
         return _fill(key, layer)
-    specs = partition_specs(layer, heads=2 if isinstance(layer, FullLayer) else 1)
+    specs = partition_specs(layer, heads=layer.heads_axis)
     own = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype), layer, specs
     )
@@ -76,7 +77,7 @@ def _fill(key: jax.Array, layer):
     leaves, structure = jax.tree.flatten(layer)
     keys = jax.random.split(key, len(leaves) + 1)
     made = jax.tree.unflatten(structure, [_normal(k, x) for k, x in zip(keys[1:], leaves, strict=True)])
-    if isinstance(layer, FullLayer):
+    if isinstance(layer, FullCache):
         return made
     pool, kv_heads, _ = layer.kv.key_pages.shape
     pages = random_records(keys[0], layer.kv.fmt, PAGES, kv_heads)

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from kitty_jax.cache.attention import causal_attention, masked_attention
 from kitty_jax.cache.config import CACHE_NAMES
+from kitty_jax.cache.dense_attention import causal_attention, masked_attention
 from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.cache.steps import FunctionalModel, functional
 from kitty_jax.models.checkpoint import load_model

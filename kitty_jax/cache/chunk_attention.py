@@ -62,9 +62,7 @@ def _buffers(q: Array, kv: LayerKV, lengths: Array) -> Partial:
     return partial_dense_attention(q, *(jnp.swapaxes(x, 1, 2).astype(q.dtype) for x in (keys, values)), visible)
 
 
-def _with_pages(
-    total: Partial, q: Array, kv: LayerKV, table: Array, lengths: Array
-) -> Partial:
+def _with_pages(total: Partial, q: Array, kv: LayerKV, table: Array, lengths: Array) -> Partial:
     """``total`` and the pages. A loop that began with nothing and was merged afterwards would begin with constants, and
     XLA makes those of all layers when the program starts."""
     _, n_k, n_v = kv.counts(lengths)

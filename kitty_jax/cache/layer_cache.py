@@ -123,7 +123,7 @@ def rows_of(x: Array, rows: Array | None) -> Array:
 
 
 def copy_rows_of(x: Array, source: Array, target: Array) -> Array:
-    """x [B, ...] with entries ``target`` int32 [X] replaced by entries ``source`` [X]; targets from B on are dropped."""
+    """x [B, ...] with entries ``target`` int32 [X] as entries ``source`` [X] were; targets from B on are dropped."""
     return x.at[target].set(x[source], mode="drop") if x.size else x
 
 

@@ -151,8 +151,10 @@ def init_state(
         table = jnp.full((batch, per_sequence), -1, jnp.int32)
     pages = max(pages, groups)
     sizes = (batch, capacity, shape.num_kv_heads, shape.head_dim, shape.dtype, pages)
-    kinds = [QuantizedCache if c.quantized else FullCache for c in configs]
-    layers = tuple(kind.empty(c, LayerShape(*sizes, i, shards)) for i, (kind, c) in enumerate(zip(kinds, configs)))
+    layers = tuple(
+        (QuantizedCache if c.quantized else FullCache).empty(c, LayerShape(*sizes, i, shards))
+        for i, c in enumerate(configs)
+    )
     state = KVState(jnp.zeros(batch, jnp.int32), table, jnp.zeros(batch, bool), pool, layers, capacity, mesh)
     return constrain(state)
 

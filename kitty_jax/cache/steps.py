@@ -18,8 +18,8 @@ from flax import nnx
 from jax import Array
 
 from kitty_jax.cache.attention import Step, attend_chunk, attend_fresh, attend_token
-from kitty_jax.cache.pool import reserve
 from kitty_jax.cache.flush import flush
+from kitty_jax.cache.pool import reserve
 from kitty_jax.cache.state import KVState, constrain
 from kitty_jax.pallas_kernels.implementation import Implementation
 

@@ -7,9 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kitty_jax.cache.flush import flush
+from kitty_jax.cache.full_cache import FullCache
+from kitty_jax.cache.layer_cache import LayerCache, Step
 from kitty_jax.cache.pool import reserve
-from kitty_jax.cache.quantized_cache import append_chunk, flush, insert_token
-from kitty_jax.cache.state import FullLayer, KVState
+from kitty_jax.cache.rotation import rotate
+from kitty_jax.cache.state import KVState
+from kitty_jax.pallas_kernels.decode_attention.insert_token import insert_token
 from kitty_jax.pallas_kernels.page_format import split_record
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values, key_codes
 from kitty_jax.research.oracle import Oracle
@@ -39,27 +43,38 @@ def random_q(seed: int, *shape: int, dtype=jnp.float32) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, jnp.float32).astype(dtype)
 
 
-def append(state: KVState, keys: jax.Array, values: jax.Array, num_new: jax.Array) -> KVState:
+def append(state: KVState, keys: jax.Array, values: jax.Array, num_new: jax.Array, queries=None) -> KVState:
     """The same chunk, [B, T, K, D], into every layer."""
     before = state.lengths
     state, num_new = reserve(state, num_new)
-    layers = tuple(append_chunk(x, keys, values, before, num_new, state.page_table) for x in state.layers)
+    step = Step(before, num_new, state.page_table)
+    layers = tuple(x.append(step, queries, keys, values) for x in state.layers)
     return dataclasses.replace(state, layers=layers, lengths=before + num_new)
 
 
-def insert(state: KVState, keys: jax.Array, values: jax.Array, active: jax.Array) -> KVState:
+def insert_into(layer: LayerCache, step: Step, q, k: jax.Array, v: jax.Array) -> LayerCache:
+    """What ``decode`` writes, without the attention: one token, [B, 1, K, D]."""
+    if isinstance(layer, FullCache):
+        return layer.append(step, q, k, v)
+    v = rotate(v) if layer.config.rotate_values else v
+    kv = insert_token(layer.kv, k[:, 0], v[:, 0], step.lengths, step.num_new > 0)
+    return dataclasses.replace(layer, kv=kv).count_queries(step, q)
+
+
+def insert(state: KVState, keys: jax.Array, values: jax.Array, active: jax.Array, queries=None) -> KVState:
     """One token, [B, K, D], into every layer."""
     before = state.lengths
     state, num_new = reserve(state, active.astype(jnp.int32))
-    layers = tuple(insert_token(x, keys, values, before, num_new > 0) for x in state.layers)
+    step, queries = Step(before, num_new, state.page_table), None if queries is None else queries[:, None]
+    layers = tuple(insert_into(x, step, queries, keys[:, None], values[:, None]) for x in state.layers)
     return flush(dataclasses.replace(state, layers=layers, lengths=before + num_new), before)
 
 
-def insert_all(state: KVState, keys: jax.Array, values: jax.Array, num_new: jax.Array) -> KVState:
+def insert_all(state: KVState, keys: jax.Array, values: jax.Array, num_new: jax.Array, queries=None) -> KVState:
     """What :func:`append` does, token by token."""
 
     def body(t, state):
-        return insert(state, keys[:, t], values[:, t], t < num_new)
+        return insert(state, keys[:, t], values[:, t], t < num_new, None if queries is None else queries[:, t])
 
     return jax.lax.fori_loop(0, jnp.max(num_new), body, state)
 
@@ -97,7 +112,7 @@ class OpenLayer:
 
     def __init__(self, state: KVState, layer: int):
         self.state, self.layer = state, state.layers[layer]
-        if isinstance(self.layer, FullLayer):
+        if isinstance(self.layer, FullCache):
             return
         kv = self.layer.kv
         pools = _open_pools(kv.key_pages, kv.value_pages, kv.fmt)
@@ -106,7 +121,7 @@ class OpenLayer:
     def read(self, b: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of sequence b as attention sees them, float32 [length, K, D] each."""
         length = int(self.state.lengths[b])
-        if isinstance(self.layer, FullLayer):
+        if isinstance(self.layer, FullCache):
             return tuple(np.asarray(x[b, :length], np.float32) for x in (self.layer.keys, self.layer.values))
         kv, table = self.layer.kv, self.state.page_table[b]
         g, ring = kv.fmt.page, kv.ring_values.shape[2]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.quantized_cache import flush
+from kitty_jax.cache.flush import flush
 from kitty_jax.cache.state import init_state
 from kitty_jax.cache.steps import decode_step, functional, prefill
 from kitty_jax.models.decoder import DecoderConfig

@@ -42,7 +42,7 @@ def _grow(state, by, text, by_token=True):
 def _check_pool(state):
     """Every page is free once, or held by as many sequences as name it."""
     held = np.bincount([p for row in np.asarray(state.page_table) for p in row if p >= 0], minlength=24)
-    assert state.pool.holders[0].tolist() == held.tolist()
+    assert state.pool.reference_counts[0].tolist() == held.tolist()
     free = state.pool.free[0, : int(state.pool.num_free[0])].tolist()
     assert sorted(free) == np.flatnonzero(held == 0).tolist()
 

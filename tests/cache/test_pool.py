@@ -49,7 +49,7 @@ def _check(state, lengths, pool_pages, exhausted=(False,) * BATCH):
     assert [len(p) for p in held] == [max(n - 4, 0) // 16 for n in lengths]
     free = state.pool.free[0, : int(state.pool.num_free[0])].tolist()
     assert sorted([*(page for pages in held for page in pages), *free]) == list(range(pool_pages))
-    assert state.pool.holders[0].tolist() == [int(page not in free) for page in range(pool_pages)]
+    assert state.pool.reference_counts[0].tolist() == [int(page not in free) for page in range(pool_pages)]
     opened = open_layer(state)
     for b, length in enumerate(lengths):
         assert_equals_oracle(opened, b, fill_oracle(Oracle(CONFIG, 1, 16), KEYS[b], VALUES[b], length))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache.chunk_attention import attend_history
-from kitty_jax.cache.dense_attention import masked_attention, partial_flash
-from kitty_jax.cache.quantized_cache import append_chunk
+from kitty_jax.cache.chunk_attention import chunk_attention
+from kitty_jax.cache.dense_attention import masked_attention, partial_dense_attention
+from kitty_jax.cache.layer_cache import Step
 from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.cache.steps import functional, prefill
 from kitty_jax.inference.decode_loop import jit_start
@@ -114,7 +114,8 @@ def test_a_chunk_into_empty_sequences_reads_no_buffer(fresh):
 
     def run(layer):
         none = jnp.zeros(2, jnp.int32)
-        return append_chunk(layer, new, new, none, count, state.page_table[:2], "xla", rows=rows, fresh=fresh)
+        step = Step(none, count, state.page_table[:2], "xla", rows=rows, fresh=fresh)
+        return layer.append(step, None, new, new)
 
     buffers = {getattr(layer.kv, name).shape for name in BUFFERS}
     read = [e for e in primitives(jax.make_jaxpr(run)(layer).jaxpr, ("gather",)) if e.invars[0].aval.shape in buffers]
@@ -128,7 +129,7 @@ def test_the_loop_over_a_history_begins_with_no_constant():
     _, heads, _, dim = kv.tail_keys.shape
     q, new = jnp.zeros((1, 64, 2 * heads, dim), kv.tail_keys.dtype), jnp.zeros((1, 64, heads, dim), kv.tail_keys.dtype)
 
-    run = functools.partial(attend_history, implementation="xla")
+    run = functools.partial(chunk_attention, implementation="xla")
     made = jax.make_jaxpr(run)(q, new, new, kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32)).jaxpr
     (loop,) = [e for e in primitives(made, ("while",)) if any(x.aval.shape == q.shape for x in e.outvars)]
     makers = {x: e.primitive.name for e in made.eqns for x in e.outvars}
@@ -152,7 +153,7 @@ def test_later_pieces_of_rows_in_any_order_end_where_each_alone_does():
         index = jnp.clip(begin[:, None] + jnp.arange(50), 0, 89)[..., None, None]
         new = (jnp.take_along_axis(x[rows], index, 1) for x in (keys, values))
         q = jnp.take_along_axis(queries[rows], index, 1)
-        return append_chunk(layer, *new, begin, end - begin, table[rows], "xla", queries=q, rows=rows)
+        return layer.append(Step(begin, end - begin, table[rows], "xla", rows), q, *new)
 
     cuts = ([0, 0, 0], [33, 40, 21], [80, 90, 71])
     results = []
@@ -183,7 +184,7 @@ def test_history_equals_attention_over_the_packed_pages(dtype, chunk):
     new_keys, new_values = random_kv(5, b, chunk, 2, 16, dtype=dtype)
     facts = (state.layers[0].kv, state.page_table, lengths, jnp.full(b, chunk, jnp.int32))
     wanted = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, new_keys, new_values, *facts)
-    got = jax.jit(functools.partial(attend_history, implementation="xla"))(q, new_keys, new_values, *facts)
+    got = jax.jit(functools.partial(chunk_attention, implementation="xla"))(q, new_keys, new_values, *facts)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=tolerance, rtol=tolerance)
     assert got.dtype == dtype
@@ -202,15 +203,15 @@ def test_history_by_cudnn_and_kernels_equals_the_reference(head_dim):
     new_keys, new_values = random_kv(5, b, 200, 2, head_dim, dtype=jnp.bfloat16)
     facts = (state.layers[0].kv, state.page_table, lengths, jnp.full(b, 200, jnp.int32))
     wanted = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, new_keys, new_values, *facts)
-    got = jax.jit(attend_history)(q, new_keys, new_values, *facts)
+    got = jax.jit(chunk_attention)(q, new_keys, new_values, *facts)
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=3e-2, rtol=3e-2)
 
 
-def test_partial_flash_merges_to_full_attention():
+def test_partial_dense_attention_merges_to_full_attention():
     q, (k, v) = random_q(1, 2, 24, 4, 16), random_kv(2, 2, 24, 2, 16)
     old_k, old_v = random_kv(3, 2, 40, 2, 16)
     visible = jnp.array([17, 0], jnp.int32)
-    got = finish(merge(partial_flash(q, k, v, None), partial_flash(q, old_k, old_v, visible)))
+    got = finish(merge(partial_dense_attention(q, k, v, None), partial_dense_attention(q, old_k, old_v, visible)))
     for b, n in enumerate(visible.tolist()):
         joined = [
             jnp.concatenate([old[b : b + 1, :n], new[b : b + 1]], axis=1) for old, new in ((old_k, k), (old_v, v))

@@ -1,51 +1,25 @@
 """Channels chosen by the queries: the statistic is the same however tokens come, and the pages are the oracle's."""
 
-import dataclasses
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.pool import release, reserve
-from kitty_jax.cache.quantized_cache import append_chunk, flush, insert_token
+from kitty_jax.cache.layer_cache import Step
+from kitty_jax.cache.pool import release
 from kitty_jax.cache.query_statistic import squared_queries
 from kitty_jax.cache.state import KVShape, init_state, nbytes
 from kitty_jax.research.oracle import Oracle
-from tests.cache.kv_cases import QUICK, assert_equals_oracle, differences, open_layer, random_kv
+from tests.cache.kv_cases import append_jit, assert_equals_oracle, differences, insert_all_jit, open_layer, random_kv
 
 N, K, D, G, S = 4, 2, 16, 16, 4
 CONFIGS = (
-    CacheConfig.kitty_plus(sink=S, page=G, window=16),
+    CacheConfig.kitty_plus(sink=S, page=G, window=16, rotate_values=False),
     CacheConfig.kitty(sink=S, page=G, window=24, selection="error", boost=0.25),
     CacheConfig.kitty(sink=S, page=G, window=16),  # has no statistic, beside layers that have one
 )
 LENGTHS = np.array([70, 0, 53, 4, 36, 5])  # 36: a page is full; 4: the sink is
 CAPACITY = 72
-
-
-def append(state, keys, values, queries, num_new):
-    before = state.lengths
-    state, num_new = reserve(state, num_new)
-    layers = tuple(
-        append_chunk(x, keys, values, before, num_new, state.page_table, "auto", queries) for x in state.layers
-    )
-    return dataclasses.replace(state, layers=layers, lengths=before + num_new)
-
-
-def insert_all(state, keys, values, queries, num_new):
-    def body(t, state):
-        before = state.lengths
-        state, new = reserve(state, (t < num_new).astype(jnp.int32))
-        row = keys[:, t], values[:, t], before, new > 0, queries[:, t]
-        layers = tuple(insert_token(x, *row) for x in state.layers)
-        return flush(dataclasses.replace(state, layers=layers, lengths=before + new), before)
-
-    return jax.lax.fori_loop(0, jnp.max(num_new), body, state)
-
-
-append_jit = jax.jit(append, compiler_options=QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +31,13 @@ def case():
     queries = rng.normal(size=(*keys.shape[:2], N, D)) * np.repeat(size, G, axis=1)[:, : max(LENGTHS)]
     queries = jnp.array(queries, jnp.float32)
     empty = init_state(CONFIGS, KVShape(len(CONFIGS), K, D, jnp.float32), batch=len(LENGTHS), capacity=CAPACITY)
-    tokens = jax.jit(insert_all, compiler_options=QUICK)(empty, keys, values, queries, jnp.array(LENGTHS))
+    tokens = insert_all_jit(empty, keys, values, jnp.array(LENGTHS), queries)
     return keys, values, queries, empty, tokens
 
 
 def test_one_chunk_ends_where_tokens_end(case):
     keys, values, queries, empty, tokens = case
-    assert differences(append_jit(empty, keys, values, queries, jnp.array(LENGTHS)), tokens) == []
+    assert differences(append_jit(empty, keys, values, jnp.array(LENGTHS), queries), tokens) == []
 
 
 @pytest.mark.parametrize("width", [7, pytest.param(33, marks=pytest.mark.slow)])
@@ -74,7 +48,7 @@ def test_chunks_end_where_tokens_end(case, width):
         size = np.minimum(rng.integers(0, width + 1, len(LENGTHS)), LENGTHS - done)
         rows = np.minimum(done[:, None] + np.arange(width), keys.shape[1] - 1)[:, :, None, None]
         k, v, q = (jnp.take_along_axis(x, rows, axis=1) for x in (keys, values, queries))
-        state = append_jit(state, k, v, q, jnp.array(size))
+        state = append_jit(state, k, v, jnp.array(size), q)
         done = done + size
     assert differences(state, tokens) == []
 
@@ -82,7 +56,7 @@ def test_chunks_end_where_tokens_end(case, width):
 def test_a_sequence_that_follows_another_does_not_see_its_queries(case):
     keys, values, queries, _, tokens = case
     again = release(tokens, jnp.ones(len(LENGTHS), bool))
-    again = append_jit(again, keys, values, queries, jnp.array(LENGTHS))
+    again = append_jit(again, keys, values, jnp.array(LENGTHS), queries)
     for layer, (got, wanted) in enumerate(zip(again.layers[:2], tokens.layers[:2], strict=True)):
         past = LENGTHS > S
         np.testing.assert_array_equal(got.query_squares[past], wanted.query_squares[past], err_msg=f"layer {layer}")
@@ -137,4 +111,4 @@ def test_squares_of_a_group_are_summed():
 def test_without_queries_it_says_so(case):
     keys, values, _, empty, _ = case
     with pytest.raises(ValueError, match='"sensitivity" weighs channels by the queries: pass them'):
-        append_chunk(empty.layers[0], keys, values, empty.lengths, empty.lengths, empty.page_table)
+        empty.layers[0].append(Step(empty.lengths, empty.lengths, empty.page_table), None, keys, values)

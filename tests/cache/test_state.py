@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
-from kitty_jax.cache.state import FullLayer, KVShape, init_state, nbytes, pages_per_sequence
+from kitty_jax.cache.full_cache import FullCache
+from kitty_jax.cache.state import KVShape, init_state, nbytes, pages_per_sequence
 from kitty_jax.pallas_kernels.page_format import PageFormat
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
@@ -65,7 +66,7 @@ def test_bits_per_element(boosted, paper, ours):
 def test_layers_of_different_kinds():
     configs = [CacheConfig.full(), CacheConfig.kitty(selection="random"), "kivi2-sink"]
     state = init_state(configs, SHAPE, batch=1, capacity=300)
-    assert isinstance(state.layers[0], FullLayer)
+    assert isinstance(state.layers[0], FullCache)
     assert [getattr(layer, "kv", None) and layer.kv.fmt.boosted for layer in state.layers] == [None, 8, 0]
     assert [x.index for x in state.layers[1:]] == [1, 0]
     assert state.page_table.shape == (1, 2)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.quantized_cache import flush
-from kitty_jax.cache.state import KVShape, QuantizedLayer, init_state
+from kitty_jax.cache.flush import flush
+from kitty_jax.cache.quantized_cache import QuantizedCache
+from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.pallas_kernels.ordering import ordered
 from kitty_jax.pallas_kernels.page_format import BUFFERS
 from kitty_jax.research.oracle import Oracle
@@ -94,7 +95,7 @@ def test_pages_of_layers_quantized_together_are_those_of_each_alone():
     rng = np.random.default_rng(2)
     layers = []
     for layer in state.layers:
-        if isinstance(layer, QuantizedLayer):
+        if isinstance(layer, QuantizedCache):
             buffers = {x: jnp.asarray(rng.normal(size=getattr(layer.kv, x).shape), jnp.float32) for x in BUFFERS}
             layer = dataclasses.replace(
                 layer,
@@ -107,7 +108,7 @@ def test_pages_of_layers_quantized_together_are_those_of_each_alone():
     for layer, got in zip(layers, together, strict=True):
         alone = flush_jit(dataclasses.replace(state, layers=(layer,)), lengths - 1)
         assert differences(got, alone.layers[0]) == []
-    quantized = [x.kv for x in together if isinstance(x, QuantizedLayer)]
+    quantized = [x.kv for x in together if isinstance(x, QuantizedCache)]
     for kv in quantized:
         assert kv.key_pages.any(axis=(1, 2)).sum() == 5
         assert kv.value_pages.any(axis=(1, 2)).sum() == (4 if kv.window == 16 else 1)

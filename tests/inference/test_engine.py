@@ -50,7 +50,7 @@ def to_text(ids) -> str:
 
 def assert_empty(some: Engine) -> None:
     assert some.state.pool.num_free.tolist() == [6]
-    assert not any(x.any() for x in (some.state.pool.holders, some.state.lengths, some.state.exhausted))
+    assert not any(x.any() for x in (some.state.pool.reference_counts, some.state.lengths, some.state.exhausted))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CACHE_NAMES
-from kitty_jax.cache.state import QuantizedLayer
+from kitty_jax.cache.quantized_cache import QuantizedCache
 from kitty_jax.cache.steps import functional
 from kitty_jax.inference.decode_loop import jit_advance, jit_start
 from kitty_jax.inference.generate import PoolExhaustedError, generate, prepare, stream
@@ -161,7 +161,7 @@ def test_the_state_is_updated_in_place(name, pool_pages, step) -> None:
     aliases = re.search(r"input_output_alias=\{(.*?) \}, entry", text).group(1)
     assert aliases.count("may-alias") + aliases.count("must-alias") == len(jax.tree.leaves(run))
     layer = run.cache.layers[0]
-    pools = [layer.kv.key_pages, layer.kv.value_pages] if isinstance(layer, QuantizedLayer) else [layer.keys]
+    pools = [layer.kv.key_pages, layer.kv.value_pages] if isinstance(layer, QuantizedCache) else [layer.keys]
     for pool in pools:
         kind = {"uint32": "u32", "float32": "f32"}[pool.dtype.name]
         shape = f"{kind}[{','.join(map(str, pool.shape))}]"
@@ -212,7 +212,7 @@ def test_one_config_per_layer_and_the_edge_of_the_vocabulary() -> None:
     caches = [small_cache("full"), small_cache("kitty_pro")]
     prompts = [*PROMPTS[:2], [0, VOCAB - 1]]
     result = generate(model, prompts, cache=caches, max_new_tokens=40, capacity=96, keep_state=True)
-    assert [type(layer).__name__ for layer in result.state.layers] == ["FullLayer", "QuantizedLayer"]
+    assert [type(layer).__name__ for layer in result.state.layers] == ["FullCache", "QuantizedCache"]
     assert result.lengths.tolist() == [40, 40, 40]
 
 

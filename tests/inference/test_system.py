@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache.chunk_attention import HISTORY_PAGES, attend_history
+from kitty_jax.cache.chunk_attention import PAGES_AT_A_TIME, chunk_attention
 from kitty_jax.cache.pool import release
 from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.cache.steps import decode_step, functional, prefill
@@ -44,15 +44,15 @@ def test_the_workspace_of_a_piece_does_not_grow_with_its_history():
 
         def piece(q, k, v, state):
             facts = (state.layers[0].kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32))
-            return attend_history(q, k, v, *facts, implementation="xla")
+            return chunk_attention(q, k, v, *facts, implementation="xla")
 
         make = lambda: init_state(config, KVShape(1, 2, 16, jnp.float32), batch=1, capacity=4 + 16 * pages)  # noqa: E731
         arrays = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.float32) for heads in (4, 2, 2)]
         return jax.jit(piece).lower(*arrays, jax.eval_shape(make)).compile().memory_analysis().temp_size_in_bytes
 
-    short, long = workspace(HISTORY_PAGES), workspace(32 * HISTORY_PAGES)
-    assert long < 1.1 * short + 16 * 32 * HISTORY_PAGES  # the page table itself
-    assert long < 32 * HISTORY_PAGES * 16 * 2 * 16 * 4  # all keys in float32
+    short, long = workspace(PAGES_AT_A_TIME), workspace(32 * PAGES_AT_A_TIME)
+    assert long < 1.1 * short + 16 * 32 * PAGES_AT_A_TIME  # the page table itself
+    assert long < 32 * PAGES_AT_A_TIME * 16 * 2 * 16 * 4  # all keys in float32
 
 
 @pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.slow)])

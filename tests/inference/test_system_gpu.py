@@ -137,7 +137,7 @@ def test_overcommit(monkeypatch):
     assert preempted  # four of them fill their third page at nearly the same time
     assert_most_same(list(zip(got, free, requests, strict=True)), parting=0.6)  # up to 400 tokens each
     assert some.state.pool.num_free.tolist() == [POOL]
-    assert not some.state.pool.holders.any()
+    assert not some.state.pool.reference_counts.any()
 
 
 @functools.partial(jax.jit, static_argnames=("cache", "implementation"))

@@ -9,8 +9,8 @@ import pytest
 
 from kitty_jax.cache.attention import Step, attend_token
 from kitty_jax.cache.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.cache.flush import flush
 from kitty_jax.cache.pool import reserve
-from kitty_jax.cache.quantized_cache import flush
 from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.cache.state import init_state
 from kitty_jax.models.llama3 import smollm2_135m

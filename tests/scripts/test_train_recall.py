@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache.attention import causal_attention
 from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.dense_attention import causal_attention
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
 from kitty_jax.research.tasks.lookup import Lookup, answers, evaluate, in_pages
