@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm, scf
-from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kitty_jax.pallas_kernels.private_jax import arith, ir, llvm, mosaic_utils, scf
 
 THREADS = 128  # a Mosaic thread is a warpgroup
 

@@ -1,4 +1,4 @@
-"""Functions of JAX that are not public: the one home of such imports beside :mod:`.ptx`.
+"""Functions of JAX that are not public: the one home of such imports.
 
 jax 0.11.2 and 0.12.0 have them.
 """
@@ -6,6 +6,12 @@ jax 0.11.2 and 0.12.0 have them.
 from __future__ import annotations
 
 from jax import Array
+from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, llvm, scf
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
+
+__all__ = ["arith", "cudnn_attention", "ir", "llvm", "mosaic_utils", "scf"]
 
 
 def cudnn_attention(
@@ -16,8 +22,6 @@ def cudnn_attention(
     ``jax.nn.dot_product_attention`` rounds the log of the sum to 16 bits, 3 % of a weight. The function beneath it does
     not. ``lengths``: int32 [B] of the queries and of the keys that count, unless the mask is causal.
     """
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
-
     mask = MaskType.CAUSAL if is_causal else MaskType.PADDING
     options = {"scale": q.shape[-1] ** -0.5, "mask_type": mask, "return_residual": True}
     return dot_product_attention(q, k, v, None, None, *lengths, **options)

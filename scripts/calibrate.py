@@ -18,9 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
-from kitty_jax.cache.spec import cache_from_spec
+from kitty_jax.cache.spec import cache_from_spec, save_caches
 from kitty_jax.models.checkpoint import load_model
-from kitty_jax.research.calibration import allocate, key_scores, layer_costs, save_caches, with_boosts, with_lists
+from kitty_jax.research.calibration import allocate, key_scores, layer_costs, with_boosts, with_lists
 from kitty_jax.research.metrics import START, evaluate_text
 from scripts.command_line import Parser, run_command
 from scripts.tables import markdown, write_json

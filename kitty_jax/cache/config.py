@@ -148,6 +148,7 @@ class CacheConfig:
         """
         if not self.quantized:
             raise ValueError("a full-precision cache has no page format")
+        PageFormat(self.page, head_dim, 0, self.value_bits)  # a head size of no format is refused before the boost is
         boosted = round(self.boost * head_dim)
         if abs(boosted - self.boost * head_dim) > 1e-6 * head_dim:
             raise ValueError(

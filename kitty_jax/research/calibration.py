@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -148,34 +146,3 @@ def allocate(costs: np.ndarray, boosts: Sequence[float], budget: float) -> tuple
         scaled, integrality=1, bounds=(0, 1), constraints=[one_each, within], options={"mip_rel_gap": 0}
     )
     return tuple(boosts[i] for i in found.x.reshape(layers, options).argmax(1))
-
-
-def save_caches(caches: Sequence[CacheConfig], path: Path) -> None:
-    """A config per layer as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"layers": [dataclasses.asdict(c) for c in caches]}, indent=1) + "\n")
-
-
-def load_caches(path: Path) -> tuple[CacheConfig, ...]:
-    """What :func:`save_caches` wrote.
-
-    Raises:
-        ValueError: the file is of another kind, or a layer's fields are no cache; the message names the file and layer.
-    """
-    wanted = 'wanted {"layers": [fields of CacheConfig, ...]}, as calibrate.py writes'
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise ValueError(f"{path}: {wanted}; {error}") from error
-    layers = value.get("layers") if isinstance(value, dict) else None
-    if not isinstance(layers, list) or not layers:
-        raise ValueError(f"{path}: {wanted}, for one layer or more; got {json.dumps(value):.60}")
-    caches = []
-    for number, fields in enumerate(layers):
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path}, layer {number}: {wanted}; got {json.dumps(fields):.60}")
-        try:
-            caches.append(CacheConfig(**fields))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, layer {number}: {error}") from error
-    return tuple(caches)

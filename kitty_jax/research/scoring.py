@@ -18,8 +18,9 @@ from jax import Array
 
 from kitty_jax.cache.attention import Step, attend_chunk
 from kitty_jax.cache.config import CacheConfig, layer_configs
+from kitty_jax.cache.layer_cache import LayerCache
 from kitty_jax.cache.pool import reserve
-from kitty_jax.cache.state import Layer, init_state
+from kitty_jax.cache.state import init_state
 from kitty_jax.cache.steps import functional
 from kitty_jax.research.simulation import simulated_attention, simulated_caches
 
@@ -89,7 +90,7 @@ def _packed(model: Any, tokens: Array, configs: Sequence[CacheConfig]) -> Array:
 
 
 @functools.partial(jax.jit, donate_argnums=3)
-def _attend_chunk(lengths: Array, new: Array, table: Array, layer: Layer, q: Array, k: Array, v: Array):
+def _attend_chunk(lengths: Array, new: Array, table: Array, layer: LayerCache, q: Array, k: Array, v: Array):
     return attend_chunk(Step(lengths, new, table), layer, q, k, v)
 
 

@@ -3,8 +3,7 @@
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.spec import cache_from_spec, caches_from_spec
-from kitty_jax.research.calibration import save_caches
+from kitty_jax.cache.spec import cache_from_spec, caches_from_spec, save_caches
 
 
 @pytest.mark.parametrize(

@@ -169,3 +169,9 @@ def test_lists_of_channels_become_tuples() -> None:
 def test_what_is_no_cache_is_refused(cache) -> None:
     with pytest.raises(ValueError, match="cache"):
         layer_configs(cache, 1)
+
+
+def test_a_head_size_of_no_format_is_refused_before_the_boost() -> None:
+    """No advice on a boost that the head size would refuse as well."""
+    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 from 16 to 256, got 100"):
+        CacheConfig.kitty(boost=0.13).page_format(100)

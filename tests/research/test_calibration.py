@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.spec import load_caches, save_caches
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.research import metrics
 from kitty_jax.research.analysis import capture
@@ -17,8 +18,6 @@ from kitty_jax.research.calibration import (
     allocate,
     key_scores,
     layer_costs,
-    load_caches,
-    save_caches,
     with_boosts,
     with_lists,
 )

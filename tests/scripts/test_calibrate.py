@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kitty_jax.research.calibration import load_caches
+from kitty_jax.cache.spec import load_caches
 from scripts import calibrate
 from scripts.evaluate import main as evaluate
 from tests.scripts.cli_checkpoint import write_checkpoint
