@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.checkpoint_source import CheckpointError, CheckpointSource
+from kitty_jax.models.hf_config import config_from_hf
 from kitty_jax.models.params import Index, Target, abstract_params, hf_targets, may_ignore, model_from_params
-from kitty_jax.models.registry import config_from_hf
 from kitty_jax.models.sharding import param_shardings
 
 Progress = Callable[[int, int, str], None]
@@ -107,6 +107,9 @@ def plan_checkpoint(path: str | Path, *, dtype: Any = None) -> CheckpointPlan:
     wanted = None if dtype is None else _dtype(dtype)
     source = open_checkpoint(path)
     stored = wanted if wanted is not None else _dtype(source.stored_dtype, f"{source.path} stores")
+    layers = source.config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > len(source.shapes):  # everything below takes time and memory by layers
+        raise CheckpointError(f"{source.path}: {layers} layers, but {len(source.shapes)} tensors in all.")
     try:
         config = config_from_hf(source.config, dtype=stored)
     except ValueError as error:
@@ -131,7 +134,7 @@ def open_checkpoint(path: str | Path) -> CheckpointSource:
 
         return SafetensorsDirectory(path)
     if path.suffix.lower() == ".gguf":
-        from kitty_jax.models.gguf_file import GgufCheckpoint
+        from kitty_jax.models.gguf_checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)
     raise CheckpointError(
@@ -164,7 +167,7 @@ def _check_tensors(source: CheckpointSource, config: Any, targets: dict[str, Tar
         if names
     ]
     if problems:
-        raise CheckpointError(f"{source.path}: the tensors do not fit the config.\n  " + "\n  ".join(problems))
+        raise CheckpointError(f"{source.path}: the tensors do not fit the config: {'; '.join(problems)}.")
 
 
 def _check_tied_head(source: CheckpointSource) -> None:

@@ -21,7 +21,7 @@ from kitty_jax.models.rope import RopeConfig, cos_sin, rotate
 # As a jax.tree_util.Partial it makes equal blocks share one trace: see Decoder.__call__.
 Attend = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
-_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))  # one spelling, so that equal configs compare equal
-        sizes = ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = "vocab_size embed_dim mlp_dim num_layers num_heads num_kv_heads head_dim max_position".split()
         wrong = {name: getattr(self, name) for name in sizes if getattr(self, name) < 1}
         if wrong:
             raise ValueError(f"sizes of a decoder must be at least 1, got {wrong}")
@@ -61,8 +61,8 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
-        if self.dtype.name not in _DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype.name}")
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype.name}")
 
 
 def _matmul(x: jax.Array, weight: jax.Array, out_dtype) -> jax.Array:

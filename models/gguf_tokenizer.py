@@ -5,15 +5,14 @@ How text is cut into words before merging is not stored, only the name of a know
 tokens, so an unknown name is refused.
 """
 
-from collections.abc import Mapping
+import reprlib
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from kitty_jax.models.gguf_format import GgufContainer, GgufError, open_gguf
-from kitty_jax.models.tokenizer import import_transformers
+from kitty_jax.models.gguf_format import GgufContainer, GgufError
 
 _MODEL = "gpt2"  # GGUF's name for byte-level BPE
 # Token types of GGUF; the other ones are normal (1) and byte (6).
@@ -53,49 +52,60 @@ PRE_TOKENIZERS = {
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
 
 
-def tokenizer_of_gguf(path: str | Path) -> Any:
-    """The PreTrainedTokenizerFast of a .gguf file: vocabulary, merges, special tokens, bos and eos, chat template."""
-    container = open_gguf(path)
+def tokenizer_options(path: str | Path) -> dict[str, Any]:
+    """What `PreTrainedTokenizerFast` takes to be the tokenizer of a .gguf file: the `tokenizers.Tokenizer` of its
+    vocabulary and merges, special tokens, whether bos and eos are added, and the chat template."""
+    container = GgufContainer(path)
     metadata = container.metadata
-    pre = _check_kind(container)
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not tokens or merges is None:
-        raise GgufError(
-            f"{path}: no tokenizer.ggml.tokens or no tokenizer.ggml.merges: this file has no usable tokenizer."
-        )
-    backend = _backend(container, pre, tokens, merges)
-    special = {
-        f"{name}_token": tokens[_token_id(container, key, len(tokens))]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if f"tokenizer.ggml.{key}_token_id" in metadata
-    }
-    options = {
-        # llama.cpp's rule for files without the key: only LLaMA 3's tokenizer starts a text with bos.
-        "add_bos_token": bool(metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
-        "add_eos_token": bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+    pre = _checked_pre_tokenizer(container)
+    tokens, merges = _strings(container, "tokens"), _strings(container, "merges")
+    options: dict[str, Any] = {
+        "tokenizer_object": _backend(container, pre, tokens, merges),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(metadata.get(f"{metadata.get('general.architecture')}.context_length", 1 << 30)),
+        "model_max_length": metadata.get(f"{metadata.get('general.architecture')}.context_length", 1 << 30),
+        "chat_template": metadata.get("tokenizer.chat_template"),
     }
-    for name in ("bos", "eos"):
-        if options[f"add_{name}_token"] and f"{name}_token" not in special:
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        if (token := token_id(container, key)) is not None:
+            options[f"{name}_token"] = tokens[token]
+    # llama.cpp's rule for files without the key: only LLaMA 3's tokenizer starts a text with bos.
+    for name, default in (("bos", pre == "llama-bpe"), ("eos", False)):
+        options[f"add_{name}_token"] = bool(metadata.get(f"tokenizer.ggml.add_{name}_token", default))
+        if options[f"add_{name}_token"] and f"{name}_token" not in options:
             raise GgufError(
                 f"{path}: {name} is to be added to every text, but tokenizer.ggml.{name}_token_id is missing."
             )
-    tokenizer = import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options)
-    tokenizer.chat_template = metadata.get("tokenizer.chat_template")
-    return tokenizer
+    return options
 
 
-def _check_kind(container: GgufContainer) -> str:
+def token_id(container: GgufContainer, key: str) -> int | None:
+    """The special token of a name such as "eos"; None where the file has none."""
+    token = container.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    vocabulary = len(container.metadata.get("tokenizer.ggml.tokens", ()))
+    if token is not None and not (isinstance(token, int) and 0 <= token < vocabulary):
+        raise GgufError(
+            f"{container.path}: tokenizer.ggml.{key}_token_id = {token}, outside the vocabulary of {vocabulary} tokens."
+        )
+    return token
+
+
+def _strings(container: GgufContainer, key: str) -> list[str]:
+    values = container.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise GgufError(f"{container.path}: no tokenizer.ggml.{key}: this file has no usable tokenizer.")
+    return values
+
+
+def _checked_pre_tokenizer(container: GgufContainer) -> str:
     model, pre = container.metadata.get("tokenizer.ggml.model"), container.metadata.get("tokenizer.ggml.pre")
     if model != _MODEL:
         raise GgufError(
             f"{container.path}: tokenizer model {model!r} is not supported; only {_MODEL!r} (byte-level BPE) is. Use "
             "the tokenizer of the original model's directory."
         )
-    pre = _ALIASES.get(pre, pre)
-    if pre not in PRE_TOKENIZERS:
+    if isinstance(pre, str):
+        pre = _ALIASES.get(pre, pre)
+    if pre not in list(PRE_TOKENIZERS):
         raise GgufError(
             f"{container.path}: pre-tokenizer tokenizer.ggml.pre = {pre!r} is not supported; supported: "
             f"{', '.join([*PRE_TOKENIZERS, *_ALIASES])}. Use the tokenizer of the original model's directory."
@@ -103,20 +113,10 @@ def _check_kind(container: GgufContainer) -> str:
     return pre
 
 
-def _token_id(container: GgufContainer, key: str, vocabulary: int) -> int:
-    token = int(container.metadata[f"tokenizer.ggml.{key}_token_id"])
-    if not 0 <= token < vocabulary:
-        raise GgufError(
-            f"{container.path}: tokenizer.ggml.{key}_token_id = {token}, outside the vocabulary of {vocabulary} tokens."
-        )
-    return token
-
-
 def _backend(container: GgufContainer, pre: str, tokens: list[str], merges: list[str]) -> Tokenizer:
-    metadata: Mapping[str, Any] = container.metadata
-    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise GgufError(f"{container.path}: {len(tokens)} tokens but {len(types)} token types.")
+    types = container.metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise GgufError(f"{container.path}: {len(tokens)} tokens need as many token types, got {reprlib.repr(types)}.")
     # Unused tokens pad the vocabulary to the size of the embedding; text never gives them.
     vocabulary = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind != _UNUSED}
     used = sum(kind != _UNUSED for kind in types)

@@ -20,22 +20,22 @@ from kitty_jax.models.decoder import Decoder, DecoderConfig
 Path = tuple[str | int, ...]
 Index = tuple[int | slice | EllipsisType, ...]
 
-# Part of a parameter's path -> the Hugging Face names of its tensors, each with its index in the parameter.
-# qkv [K, Q + 2, D, ...] and gate_up [2, F, E] hold several, every other parameter is one tensor.
+# Module that has a parameter -> the Hugging Face modules whose tensors it holds, each with its index in the parameter.
+# qkv [K, Q + 2, D, ...] and gate_up [2, F, E] hold several, every other parameter is one tensor. {i} is the layer.
 TENSORS: dict[str, dict[str, Index]] = {
     "embed": {"model.embed_tokens": (...,)},
-    "input_norm": {"input_layernorm": (...,)},
-    "attn/qkv": {
-        "self_attn.q_proj": (slice(None), slice(None, -2)),
-        "self_attn.k_proj": (slice(None), -2),
-        "self_attn.v_proj": (slice(None), -1),
+    "layers/{i}/input_norm": {"model.layers.{i}.input_layernorm": (...,)},
+    "layers/{i}/attn/qkv": {
+        "model.layers.{i}.self_attn.q_proj": (slice(None), slice(None, -2)),
+        "model.layers.{i}.self_attn.k_proj": (slice(None), -2),
+        "model.layers.{i}.self_attn.v_proj": (slice(None), -1),
     },
-    "attn/q_norm": {"self_attn.q_norm": (...,)},
-    "attn/k_norm": {"self_attn.k_norm": (...,)},
-    "attn/o": {"self_attn.o_proj": (...,)},
-    "post_norm": {"post_attention_layernorm": (...,)},
-    "mlp/gate_up": {"mlp.gate_proj": (0,), "mlp.up_proj": (1,)},
-    "mlp/down": {"mlp.down_proj": (...,)},
+    "layers/{i}/attn/q_norm": {"model.layers.{i}.self_attn.q_norm": (...,)},
+    "layers/{i}/attn/k_norm": {"model.layers.{i}.self_attn.k_norm": (...,)},
+    "layers/{i}/attn/o": {"model.layers.{i}.self_attn.o_proj": (...,)},
+    "layers/{i}/post_norm": {"model.layers.{i}.post_attention_layernorm": (...,)},
+    "layers/{i}/mlp/gate_up": {"model.layers.{i}.mlp.gate_proj": (0,), "model.layers.{i}.mlp.up_proj": (1,)},
+    "layers/{i}/mlp/down": {"model.layers.{i}.mlp.down_proj": (...,)},
     "norm": {"model.norm": (...,)},
     "head": {"lm_head": (...,)},
 }
@@ -100,6 +100,13 @@ def model_from_params(config: DecoderConfig, params: Mapping[Path, jax.Array]) -
     return nnx.merge(graphdef, nnx.from_flat_state(leaves))
 
 
+def tensors_of(module: Path) -> dict[str, Index]:
+    """Path of a module that has a parameter -> the Hugging Face modules in it, as in TENSORS; KeyError for others."""
+    layer = module[1] if module[0] == "layers" else None
+    names = TENSORS[path_text(module if layer is None else ("layers", "{i}", *module[2:]))]
+    return {name.format(i=layer): index for name, index in names.items()}
+
+
 def hf_targets(config: DecoderConfig) -> dict[str, Target]:
     """The exact set of tensors that a Hugging Face checkpoint of this configuration has: name -> Target.
 
@@ -107,12 +114,11 @@ def hf_targets(config: DecoderConfig) -> dict[str, Target]:
     """
     targets = {}
     for path, leaf in abstract_params(config).items():
-        inside, prefix = (path[2:], f"model.layers.{path[1]}.") if path[0] == "layers" else (path, "")
-        for name, index in TENSORS[path_text(inside[:-1])].items():
+        is_matrix = leaf.ndim > 1 and path[-1] == "weight"
+        for module, index in tensors_of(path[:-1]).items():
             part = np.broadcast_to(False, leaf.shape)[index].shape
-            is_matrix = inside[-1] == "weight" and leaf.ndim > 1
             shape = (math.prod(part[:-1]), part[-1]) if is_matrix else (math.prod(part),)
-            targets[f"{prefix}{name}.{inside[-1]}"] = Target(path, index, shape)
+            targets[f"{module}.{path[-1]}"] = Target(path, index, shape)
     return targets
 
 

@@ -1,92 +1,92 @@
-"""From a name, a config.json, or arrays to a decoder: the one place that knows all families."""
+"""Configurations named for their checkpoints, and models of random weights.
+
+Sizes are those of the checkpoints' published config.json. Qwen3 norms every query and key head before RoPE; Qwen2 has
+biases on the query, key and value projections instead; LLaMA has neither.
+"""
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from kitty_jax.models import hf_config, llama3, qwen3
-from kitty_jax.models.config_values import checked
 from kitty_jax.models.decoder import Decoder, DecoderConfig
-from kitty_jax.models.params import abstract_params, model_from_params, param_count, params_of
+from kitty_jax.models.hf_config import FAMILIES, config_from_hf, config_to_hf
+from kitty_jax.models.params import abstract_params, model_from_params, params_of
+from kitty_jax.models.rope import RopeConfig
 from kitty_jax.models.sharding import param_shardings, partition_spec
 
-_FAMILIES = {family.model_type: family for family in (qwen3.QWEN3, qwen3.QWEN2, llama3.LLAMA)}
-
-CONFIGS: dict[str, Callable[[], DecoderConfig]] = {
-    "qwen3-0.6b": qwen3.qwen3_0_6b,
-    "qwen3-1.7b": qwen3.qwen3_1_7b,
-    "qwen3-4b": qwen3.qwen3_4b,
-    "qwen3-8b": qwen3.qwen3_8b,
-    "qwen3-14b": qwen3.qwen3_14b,
-    "qwen3-32b": qwen3.qwen3_32b,
-    "qwen2.5-0.5b": qwen3.qwen2_5_0_5b,
-    "qwen2.5-1.5b": qwen3.qwen2_5_1_5b,
-    "qwen2.5-7b": qwen3.qwen2_5_7b,
-    "llama3-8b": llama3.llama3_8b,
-    "llama3-70b": llama3.llama3_70b,
-    "llama3.1-8b": llama3.llama3_1_8b,
-    "llama3.2-1b": llama3.llama3_2_1b,
-    "llama3.2-3b": llama3.llama3_2_3b,
-    "llama3.3-70b": llama3.llama3_3_70b,
-    "smollm2-135m": llama3.smollm2_135m,
-}
-CONFIG_NAMES = tuple(CONFIGS)
+__all__ = ["CONFIGS", "CONFIG_NAMES", "config_from_hf", "config_from_name", "config_to_hf", "params_of", "random_model"]
 
 BLOCK_ELEMENTS = 2**24  # random numbers drawn at a time
 
-__all__ = [
-    "CONFIGS",
-    "CONFIG_NAMES",
-    "abstract_params",
-    "config_from_hf",
-    "config_from_name",
-    "config_to_hf",
-    "model_from_params",
-    "param_count",
-    "params_of",
-    "random_model",
-]
+
+def _config(
+    embed: int, mlp: int, layers: int, heads: int, kv_heads: int, head_dim: int, *, family: str, **others: Any
+) -> DecoderConfig:
+    return DecoderConfig(
+        family=family,
+        embed_dim=embed,
+        mlp_dim=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        qk_norm=FAMILIES[family].qk_norm,
+        qkv_bias=FAMILIES[family].qkv_bias,
+        **others,
+    )
+
+
+_qwen = functools.partial(_config, vocab_size=151_936, rope=RopeConfig(theta=1e6), rms_eps=1e-6)
+_qwen3 = functools.partial(_qwen, family="qwen3", max_position=40_960)
+_qwen2 = functools.partial(_qwen, family="qwen2", max_position=32_768)
+_llama3 = functools.partial(
+    _config, family="llama", vocab_size=128_256, max_position=8192, rope=RopeConfig(theta=5e5), rms_eps=1e-5
+)
+
+
+def _llama3_long(*sizes: int, factor: float, tied_head: bool = False) -> DecoderConfig:
+    """LLaMA 3.1 and later: positions stretched by `factor` to reach 131,072."""
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position": 8192}
+    rope = RopeConfig(theta=5e5, type="llama3", factor=factor, **scaling)
+    return _llama3(*sizes, max_position=131_072, rope=rope, tied_head=tied_head)
+
+
+# Name -> configuration in bfloat16. Sizes: E, F, L, N, K, D.
+CONFIGS: dict[str, DecoderConfig] = {
+    # Qwen/Qwen3-0.6B and so on
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, 128, tied_head=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, 128, tied_head=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, 128, tied_head=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32, 8, 128, tied_head=False),
+    "qwen3-14b": _qwen3(5120, 17_408, 40, 40, 8, 128, tied_head=False),
+    "qwen3-32b": _qwen3(5120, 25_600, 64, 64, 8, 128, tied_head=False),
+    # Qwen/Qwen2.5-0.5B-Instruct and so on, and Qwen/Qwen2 of the same sizes
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 64, tied_head=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 128, tied_head=True),
+    "qwen2.5-7b": _qwen2(3584, 18_944, 28, 28, 4, 128, vocab_size=152_064, tied_head=False),
+    # meta-llama/Meta-Llama-3-8B, meta-llama/Llama-3.1-8B and so on, and their Instruct versions
+    "llama3-8b": _llama3(4096, 14_336, 32, 32, 8, 128, tied_head=False),
+    "llama3-70b": _llama3(8192, 28_672, 80, 64, 8, 128, tied_head=False),
+    "llama3.1-8b": _llama3_long(4096, 14_336, 32, 32, 8, 128, factor=8.0),
+    "llama3.2-1b": _llama3_long(2048, 8192, 16, 32, 8, 64, factor=32.0, tied_head=True),
+    "llama3.2-3b": _llama3_long(3072, 8192, 28, 24, 8, 128, factor=32.0, tied_head=True),
+    "llama3.3-70b": _llama3_long(8192, 28_672, 80, 64, 8, 128, factor=8.0),
+    # HuggingFaceTB/SmolLM2-135M and its Instruct version
+    "smollm2-135m": _llama3(576, 1536, 30, 9, 3, 64, vocab_size=49_152, rope=RopeConfig(theta=1e5), tied_head=True),
+}
+CONFIG_NAMES = tuple(CONFIGS)
 
 
 def config_from_name(name: str) -> DecoderConfig:
     """One of CONFIG_NAMES -> its configuration, in bfloat16."""
     if name not in CONFIGS:
         raise ValueError(f"no configuration is named {name!r}; known names: {', '.join(CONFIG_NAMES)}")
-    return CONFIGS[name]()
-
-
-def config_from_hf(config: Mapping[str, Any], *, dtype=None, ignore: Collection[str] = ()) -> DecoderConfig:
-    """A Hugging Face config.json as a dict -> DecoderConfig.
-
-    dtype: None takes the file's, or bfloat16 where it states none. ignore: keys to drop unread. Raises a ValueError
-    that names the known architectures, or everything in the file that is unsupported, unknown or missing.
-    """
-    problems: list[str] = []
-    kind = checked(config, "model_type", "string", problems)
-    stated = checked(config, "architectures", "strings", problems) or []
-    known = {family.architecture: family for family in _FAMILIES.values()}
-    by_architecture = [known[name] for name in stated if name in known]
-    family = _FAMILIES.get(kind)
-    if kind is None and by_architecture:
-        family = by_architecture[0]
-    # A reward model or an embedding model has the right model_type and the wrong head.
-    if family is None or (stated and family not in by_architecture):
-        problems.append(
-            f"architecture {stated} with model_type {kind!r} is not supported; supported:"
-            f" {', '.join(f'{f.architecture} (model_type {f.model_type!r})' for f in _FAMILIES.values())}"
-        )
-        raise ValueError("; ".join(problems))
-    return hf_config.read(family, config, dtype, ignore)
-
-
-def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
-    """DecoderConfig -> the dict of a config.json that config_from_hf reads back as an equal configuration."""
-    return hf_config.write(_FAMILIES[config.family], config)
+    return CONFIGS[name]
 
 
 def random_model(config: DecoderConfig, seed: int = 0, mesh: Mesh | None = None) -> Decoder:

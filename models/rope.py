@@ -6,171 +6,85 @@ The maths is that of the original RoPE (arXiv 2104.09864), of linear interpolati
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
+import numbers
+import reprlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kitty_jax.models.config_values import checked
-
-DEFAULT_THETA = 10_000.0
-
-# Which keys each type reads, beyond rope_theta and the type itself. The first tuple is required.
-_KEYS = {
+# Type -> the fields that it needs, and those that it may have beside them.
+_FIELDS = {
     "default": ((), ()),
     "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ("original_max_position_embeddings",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position"), ()),
     "yarn": (
-        ("factor",),
-        (
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        ),
+        ("factor", "original_max_position"),
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
-ROPE_TYPES = tuple(_KEYS)
-# Keys of the block whatever its type.
-_COMMON = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-# Kinds of `checked` for the keys that are not a number above 0. Hugging Face takes an mscale of 0 for none.
-_VALUES = {
-    "original_max_position_embeddings": "whole",
-    "mscale": "not negative",
-    "mscale_all_dim": "not negative",
-    "truncate": "bool",
-}
+ROPE_TYPES = tuple(_FIELDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Parameters of a rotary embedding. A field that the type does not use stays at its default.
+    """Parameters of a rotary embedding. A field that the type does not use is None.
 
     theta: base of the wavelengths. type: one of ROPE_TYPES. factor: how many times the context is stretched.
     original_max_position: context length before stretching (llama3, yarn).
     low_freq_factor, high_freq_factor: band edges of llama3, as original_max_position / wavelength.
-    beta_fast, beta_slow: band edges of YaRN, in rotations over original_max_position; truncate rounds them outwards.
+    beta_fast, beta_slow: band edges of YaRN, in rotations over original_max_position (None: 32 and 1); truncate rounds
+      them outwards (None: yes).
     attention_factor: YaRN's multiplier of cos and sin; None derives it from factor, mscale and mscale_all_dim.
+
+    Raises one ValueError that names unknown types, and missing, surplus and impossible values.
     """
 
-    theta: float = DEFAULT_THETA
+    theta: float = 10_000.0
     type: str = "default"
-    factor: float = 1.0
+    factor: float | None = None
     original_max_position: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True
+    truncate: bool | None = None
 
     def __post_init__(self):
-        if self.type not in _KEYS:
+        if self.type not in ROPE_TYPES:
             raise ValueError(f"RoPE type {self.type!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
-        if not 1 < self.theta < math.inf:
-            raise ValueError(f"rope theta (rope_theta) must be finite and above 1, got {self.theta}")
-        if not self.factor > 0:
-            raise ValueError(f"rope factor must be positive, got {self.factor}")
-        if self.type in ("llama3", "yarn") and not (self.original_max_position and self.original_max_position > 0):
-            raise ValueError(
-                f"rope type {self.type!r} needs original_max_position, the context length before scaling (a positive"
-                f" number of tokens); got {self.original_max_position}"
+        required, optional = _FIELDS[self.type]
+        given = {name: value for name, value in vars(self).items() if name != "type" and value is not None}
+        missing = [name for name in required if name not in given]
+        surplus = [name for name in given if name not in ("theta", *required, *optional)]
+        problems = [f"missing {missing}"] * bool(missing) + [f"surplus {surplus}"] * bool(surplus)
+        problems += [
+            f"{name} = {reprlib.repr(value)} (wanted {wanted})"
+            for name, value in given.items()
+            if (wanted := _wanted(name, value))
+        ]
+        if not problems and self.theta <= 1:
+            problems.append(f"theta = {self.theta} (wanted a number above 1)")
+        if not problems and self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            problems.append(
+                f"high_freq_factor = {self.high_freq_factor} (wanted more than {self.low_freq_factor}, low_freq_factor)"
             )
-        if self.type == "yarn" and not (self.beta_fast > 0 and self.beta_slow > 0):
-            raise ValueError(
-                f"rope type 'yarn' needs positive beta_fast and beta_slow, got {self.beta_fast} and {self.beta_slow}"
-            )
-        if self.type == "llama3" and not self.high_freq_factor > self.low_freq_factor:
-            raise ValueError(
-                f"rope type 'llama3' needs high_freq_factor > low_freq_factor, got {self.high_freq_factor} and"
-                f" {self.low_freq_factor}"
-            )
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "RopeConfig":
-        """Read the rotary part of a Hugging Face config.json.
-
-        Takes the older form (``rope_theta`` beside ``rope_scaling`` with "rope_type" or "type") and the newer one
-        (everything in ``rope_parameters``). Raises one ValueError that names unknown types, missing and unknown keys,
-        and values of a wrong type or out of range.
-        """
-        problems: list[str] = []
-        rope = read_rope(config, problems)
-        if rope is None:
-            raise ValueError("; ".join(problems))
-        return rope
-
-    def to_hf(self) -> dict[str, Any]:
-        """The ``rope_parameters`` block of a Hugging Face config.json that reads back as this configuration."""
-        out: dict[str, Any] = {"rope_type": self.type, "rope_theta": self.theta}
-        required, optional = _KEYS[self.type]
-        for key in (*required, *optional):
-            value = getattr(self, key.removesuffix("_embeddings"))
-            if value is not None:
-                out[key] = value
-        return out
+        if problems:
+            raise ValueError(f"RoPE of type {self.type!r}: {', '.join(problems)}")
 
 
-def read_rope(config: Mapping[str, Any], problems: list[str]) -> RopeConfig | None:
-    """As `RopeConfig.from_hf`, but what is wrong is appended to problems, each naming its key, and None returned."""
-    before = len(problems)
-    old, new = (checked(config, key, "object", problems) for key in ("rope_scaling", "rope_parameters"))
-    if old and new:
-        problems.append("config has both rope_scaling and rope_parameters; keep one of them")
-        return None
-    where = "rope_scaling" if old else "rope_parameters"
-    given = dict(old or new or {})
-    old_name, new_name = (checked(given, key, "string", problems, where) for key in ("type", "rope_type"))
-    if old_name and new_name and old_name != new_name:
-        problems.append(f"{where} names two types, {new_name!r} and {old_name!r}; keep one of them")
-    kind = new_name or old_name or "default"
-    if kind not in _KEYS:
-        problems.append(f"{where} type {kind!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
-    readable = len(problems) == before
-    for block, name in ((config, ""), (given, where)):
-        if checked(block, "partial_rotary_factor", "positive", problems, name) not in (None, 1.0):
-            problems.append(f"partial_rotary_factor {block['partial_rotary_factor']} is not supported; only 1.0 is")
-    inner, outer = (checked(b, "rope_theta", "positive", problems, n) for b, n in ((given, where), (config, "")))
-    values = {"theta": DEFAULT_THETA if inner is None and outer is None else outer if inner is None else inner}
-    if not readable:  # which keys belong to the block depends on its type
-        return None
-
-    required, optional = _KEYS[kind]
-    by_ratio = kind == "yarn" and "factor" in given and given["factor"] is None
-    missing = [key for key in required if given.get(key) is None and not (by_ratio and key == "factor")]
-    unknown = sorted(set(given) - {*required, *optional, *_COMMON}, key=str)
-    if missing or unknown:
-        problems.append(
-            f"{where} of type {kind!r}: missing keys {missing}, unknown keys {unknown}; it takes"
-            f" {['rope_theta', *required, *optional]}"
-        )
-    for key in (*required, *optional):
-        values[key] = checked(given, key, _VALUES.get(key, "positive"), problems, where)
-    if kind in ("llama3", "yarn"):
-        longest = checked(config, "max_position_embeddings", "whole", problems)
-        # A value beside the rotary block wins over one inside it, and the context length is the last resort: this
-        # is the order in which Hugging Face resolves them.
-        inside = values.pop("original_max_position_embeddings")
-        original = checked(config, "original_max_position_embeddings", "whole", problems) or inside or longest
-        values["original_max_position"] = original
-        if by_ratio and longest and original:
-            values["factor"] = longest / original
-        elif by_ratio:
-            problems.append(f"{where}.factor = None needs max_position_embeddings, of which it takes the ratio")
-    if len(problems) > before:
-        return None
-    try:
-        return RopeConfig(type=kind, **{key: value for key, value in values.items() if value is not None})
-    except ValueError as error:
-        problems.append(str(error))
-        return None
+def _wanted(name: str, value) -> str | None:
+    """What a field wants, if `value` is not that."""
+    if name == "truncate":
+        return None if isinstance(value, bool) else "true or false"
+    kind, text = (numbers.Integral, "whole") if name == "original_max_position" else (numbers.Real, "finite")
+    # A bool is no number, and 10 ** 400 no finite float. Hugging Face takes an mscale of 0 for none.
+    is_number = isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1e300
+    fits = is_number and (value > 0 or (value == 0 and name.startswith("mscale")))
+    return None if fits else f"a {text} number above 0"
 
 
 def _yarn_frequencies(config: RopeConfig, base: np.ndarray, head_dim: int) -> np.ndarray:
@@ -180,8 +94,8 @@ def _yarn_frequencies(config: RopeConfig, base: np.ndarray, head_dim: int) -> np
         length = config.original_max_position / (rotations * 2 * math.pi)
         return head_dim * math.log(length) / (2 * math.log(config.theta))
 
-    low, high = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
-    if config.truncate:
+    low, high = dimension_of(config.beta_fast or 32.0), dimension_of(config.beta_slow or 1.0)
+    if config.truncate is not False:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     width = (high - low) or 0.001  # one step instead of a division by zero
@@ -191,8 +105,8 @@ def _yarn_frequencies(config: RopeConfig, base: np.ndarray, head_dim: int) -> np
 
 def _llama3_frequencies(config: RopeConfig, base: np.ndarray) -> np.ndarray:
     """The LLaMA 3.1 scaling: long wavelengths are stretched, short ones kept, a band between interpolated."""
-    turns = config.original_max_position * base / (2 * math.pi)
-    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    rotations = config.original_max_position * base / (2 * math.pi)
+    kept = (rotations - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     kept = np.clip(kept, 0, 1)
     return (1 - kept) * base / config.factor + kept * base
 

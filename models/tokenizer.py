@@ -3,13 +3,11 @@
 transformers takes seconds to import, so it is imported on first use only.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kitty_jax.models.checkpoint_source import CheckpointError
+from kitty_jax.models.hf_config import import_transformers
 from kitty_jax.models.safetensors_dir import read_json
 
 # Either of these makes a tokenizer; the first one that is complete is used.
@@ -33,9 +31,9 @@ def load_tokenizer(path: str | Path) -> Any:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise CheckpointError(f"{path}: neither a directory nor a .gguf file; a tokenizer comes from either.")
-        from kitty_jax.models.gguf_tokenizer import tokenizer_of_gguf
+        from kitty_jax.models.gguf_tokenizer import tokenizer_options
 
-        return tokenizer_of_gguf(path)
+        return import_transformers().PreTrainedTokenizerFast(**tokenizer_options(path))
     files = next((files for files in FILE_SETS if all((path / name).is_file() for name in files)), None)
     if files is None:
         wanted = ", or ".join(" with ".join(files) for files in FILE_SETS)
@@ -58,32 +56,12 @@ def stop_token_ids(path: str | Path) -> tuple[int, ...]:
     """
     path = Path(path).expanduser()
     if path.is_file():
-        from kitty_jax.models.gguf_format import open_gguf
+        from kitty_jax.models.gguf_format import GgufContainer
 
-        metadata = open_gguf(path).metadata
+        metadata = GgufContainer(path).metadata
         ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        return tuple(sorted({int(i) for i in ids if i is not None}))
+        return tuple(sorted({i for i in ids if isinstance(i, int)}))
     for name in (_GENERATION_CONFIG, _CONFIG):
         if (path / name).is_file() and (ids := read_json(path / name).get("eos_token_id")) is not None:
             return tuple(sorted(set(ids if isinstance(ids, list) else [ids])))
     return ()
-
-
-def import_transformers() -> Any:
-    """The transformers module, imported without its advice that no torch is installed: nothing here needs torch."""
-    with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):
-        import transformers
-    return transformers
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh
 
 from kitty_jax.models.checkpoint import plan_checkpoint
 from kitty_jax.models.decoder import DecoderConfig
-from kitty_jax.models.registry import CONFIG_NAMES, abstract_params, config_from_hf, config_from_name
+from kitty_jax.models.params import abstract_params
+from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_from_name
 from kitty_jax.models.sharding import param_sharding
 
 

@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from kitty_jax.models.checkpoint import load_model, plan_checkpoint
 from kitty_jax.models.checkpoint_source import CheckpointError
-from kitty_jax.models.params import hf_tensors
-from kitty_jax.models.registry import params_of
+from kitty_jax.models.params import hf_tensors, params_of
 from kitty_jax.models.safetensors_dir import SafetensorsDirectory
 from kitty_jax.models.sharding import param_sharding
 from tests.models.checkpoint_files import (

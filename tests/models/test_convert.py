@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.checkpoint_source import CheckpointError
 from kitty_jax.models.export import TOKENIZER_FILES, convert_checkpoint, shard_names
-from kitty_jax.models.params import hf_targets
-from kitty_jax.models.registry import config_from_hf, params_of
+from kitty_jax.models.hf_config import config_from_hf
+from kitty_jax.models.params import hf_targets, params_of
 from kitty_jax.models.safetensors_dir import write_safetensors
 from kitty_jax.models.tokenizer import import_transformers, load_tokenizer, stop_token_ids
 from scripts import convert

@@ -12,11 +12,11 @@ from flax import nnx
 
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import MLP, Attention, Block, Embedding, Linear, RMSNorm, causal_attend
-from kitty_jax.models.params import TENSORS, path_text
+from kitty_jax.models.params import tensors_of
 from tests.models.checkpoint_files import GOLDEN, NAMES, copy_golden, edit_config, golden_config, logits_of
 
 TOLERANCE = 1e-4  # absolute, float32; activations here have magnitudes up to some tens
-WITHOUT_WEIGHT = {"": "", "attn": "self_attn", "mlp": "mlp"}  # blocks, and parts of them, whose outputs are recorded
+WITHOUT_WEIGHT = {(): "", ("attn",): ".self_attn", ("mlp",): ".mlp"}  # modules in a layer
 
 
 @functools.cache
@@ -27,10 +27,9 @@ def load(name):
 
 def hf_outputs(path, value):
     """What the module at a path returned, [B, T, ...], as outputs of the Hugging Face modules that it is made of."""
-    inside, prefix = (path[2:], f"model.layers.{path[1]}.") if path[0] == "layers" else (path, "")
-    if (name := WITHOUT_WEIGHT.get(path_text(inside))) is not None:
-        return {f"{prefix}{name}".rstrip("."): value}
-    parts = {f"{prefix}{name}": value[:, :, *index] for name, index in TENSORS[path_text(inside)].items()}
+    if path[0] == "layers" and (name := WITHOUT_WEIGHT.get(path[2:])) is not None:
+        return {f"model.layers.{path[1]}{name}": value}
+    parts = {name: value[:, :, *index] for name, index in tensors_of(path).items()}
     return {name: part.reshape(*part.shape[:2], -1) if len(parts) > 1 else part for name, part in parts.items()}
 
 

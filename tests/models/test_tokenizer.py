@@ -112,7 +112,7 @@ def test_a_directory_is_read_as_its_tokenizer_json_says(tmp_path, named_class):
         ({"tokens": None}, r"no tokenizer\.ggml\.tokens"),
         ({"merges": ["t h", "q zz"]}, "merge 'q zz' does not join two tokens"),
         ({"eos_token_id": 5000}, "eos_token_id = 5000, outside the vocabulary"),
-        ({"token_type": [1, 1]}, "2 token types"),
+        ({"token_type": [1, 1]}, "268 tokens need as many token types"),
         ({"bos_token_id": None, "add_bos_token": True}, "bos is to be added"),
         ({"tokens": ["a", "a"], "token_type": [1, 1], "merges": []}, "repeats tokens: 2 entries, 1 different"),
     ],
@@ -159,8 +159,8 @@ def test_transformers_is_imported_late_and_silently(tmp_path):
         "import sys\n"
         "from kitty_jax.models.checkpoint import plan_checkpoint\n"
         "from kitty_jax.models.tokenizer import load_tokenizer\n"
-        f"plan_checkpoint({str(tmp_path / 'm.gguf')!r})\n"
         "assert 'transformers' not in sys.modules\n"
+        f"plan_checkpoint({str(tmp_path / 'm.gguf')!r})\n"
         f"print(load_tokenizer({str(tmp_path / 'm.gguf')!r}).encode('the'))\n"
     )
     root = Path(__file__).parents[2]

@@ -11,8 +11,7 @@ from flax import nnx
 
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.steps import functional
-from kitty_jax.models.llama3 import smollm2_135m
-from kitty_jax.models.registry import random_model
+from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.pallas_kernels.quantize import dequantize_keys, dequantize_values, quantize_keys, quantize_values
 from kitty_jax.research.fake_quantize import fake_quantize, fake_quantize_keys, fake_quantize_values
 from kitty_jax.research.simulation import simulated_attention, simulated_caches
@@ -80,7 +79,8 @@ def test_names_are_taken_and_what_does_not_fit_is_refused(text):
 
 def test_finetuning_through_the_cache_lowers_the_loss():
     config = dataclasses.replace(
-        smollm2_135m(), vocab_size=32, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
+        config_from_name("smollm2-135m"),
+        vocab_size=32, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,
         dtype=jnp.float32,
     )  # fmt: skip
     fm = functional(random_model(config))

@@ -13,8 +13,7 @@ from kitty_jax.cache.flush import flush
 from kitty_jax.cache.pool import reserve
 from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.cache.state import init_state
-from kitty_jax.models.llama3 import smollm2_135m
-from kitty_jax.models.registry import random_model
+from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.research import simulation
 from kitty_jax.research.oracle import Oracle
 from kitty_jax.research.simulation import SimulatedLayer, simulated_attention, simulated_caches
@@ -129,7 +128,8 @@ def test_logits_equal_those_of_packed_decoding(names, sizes):
     and there, a code or a float16 scale, which is no difference between the two implementations.
     """
     model_config = dataclasses.replace(
-        smollm2_135m(), vocab_size=64, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=N, num_kv_heads=K, head_dim=D,
+        config_from_name("smollm2-135m"),
+        vocab_size=64, embed_dim=32, mlp_dim=64, num_layers=2, num_heads=N, num_kv_heads=K, head_dim=D,
         dtype=jnp.float32,
     )  # fmt: skip
     model = random_model(model_config, seed=3)

@@ -14,7 +14,7 @@ from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import causal_attend
-from kitty_jax.models.llama3 import smollm2_135m
+from kitty_jax.models.registry import config_from_name
 from kitty_jax.models.tokenizer import load_tokenizer
 from kitty_jax.research.metrics import evaluate_text, stored_bits
 from kitty_jax.research.simulation import simulated_attention, simulated_caches
@@ -117,7 +117,7 @@ def test_what_is_no_plain_file_is_written_to_and_not_replaced(tmp_path):
 
 
 def test_bits_by_hand():
-    config = smollm2_135m()  # D = 64
+    config = config_from_name("smollm2-135m")  # D = 64
     # Keys: 2 + 1/8 * 2 bits, scale and min of 16 bits over 128 tokens, 8 boosted channels of 8 bits, exponent, padding.
     words = (128 * 64 * 2 + 128 * 8 * 2) // 32 + (64 * 2 * 16 + 8 * 8 + 8) // 32 + 1
     keys = -(-words // 4) * 4 * 32 / (128 * 64)
