@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from kitty_jax.models.decoder import DTYPES, DecoderConfig
-from kitty_jax.models.rope import RopeConfig
+from kitty_jax.models.rope import ROPE_TYPES, RopeConfig
 
 
 class Family(NamedTuple):
@@ -142,8 +142,11 @@ def _problems(config: Mapping[str, Any], dtype: Any) -> list[str]:
         if isinstance(value := config.get(key), int | float) and not 0 < value < math.inf:
             problems.append(f"{key} = {reprlib.repr(value)} (wanted a finite number above 0)")
     for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(key), Mapping | None):
-            problems.append(f"{key} = {reprlib.repr(config[key])} (wanted an object of keys and values)")
+        block = {} if config.get(key) is None else config[key]
+        if not isinstance(block, Mapping):
+            problems.append(f"{key} = {reprlib.repr(block)} (wanted an object of keys and values)")
+        elif (kind := block.get("rope_type", block.get("type", "default"))) not in ROPE_TYPES:
+            problems.append(f"{key} type {kind!r} is not supported; supported types: {', '.join(ROPE_TYPES)}")
     for key, only in _ONLY.items():
         if config.get(key) not in (None, only):
             problems.append(f"{key} = {reprlib.repr(config[key])} (only {only!r} is supported)")

@@ -125,7 +125,7 @@ def test_shard_names():
 def test_memory_is_bounded_by_a_shard_and_a_tensor(tmp_path):
     """Arrays of numpy alone are counted: 64 MB in float32, matrices of at most 2 MB, written in shards of 8 MB."""
     source = copy_golden("qwen3", tmp_path / "in")
-    edit_config(source, hidden_size=512, head_dim=128, intermediate_size=512, num_hidden_layers=16)
+    edit_config(source, hidden_size=512, head_dim=128, intermediate_size=512, num_hidden_layers=16, layer_types=None)
     targets = hf_targets(config_from_hf(json.loads((source / "config.json").read_text())))
     save_file(
         {name: np.ones(target.shape, np.float32) for name, target in targets.items()}, source / "model.safetensors"
