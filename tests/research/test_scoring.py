@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.models.llama3 import smollm2_135m
-from kitty_jax.models.registry import random_model
+from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.research import scoring
 from kitty_jax.research.scoring import hidden_states, score
 
@@ -17,7 +16,8 @@ from kitty_jax.research.scoring import hidden_states, score
 @pytest.fixture(scope="module")
 def model():
     config = dataclasses.replace(
-        smollm2_135m(), vocab_size=64, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
+        config_from_name("smollm2-135m"),
+        vocab_size=64, embed_dim=32, mlp_dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
         dtype=jnp.float32,
     )  # fmt: skip
     return random_model(config, seed=3)
