@@ -27,14 +27,14 @@ reciprocal.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
 from kitty_jax.cache.config import CacheConfig
 
-KEY_LIMIT_LOG2 = (
-    13  # a page of keys is stored below 2**13, one of values below 2**5; a larger one is divided by a power of two
-)
+# A page of keys is stored below 2**13, one of values below 2**5; a larger one is divided by a power of two.
+KEY_LIMIT_LOG2 = 13
 VALUE_LIMIT_LOG2 = 5
 
 
@@ -72,81 +72,62 @@ def _twelve_bits(x: np.ndarray) -> np.ndarray:
     return np.ldexp(np.round(mantissa * 4096) / np.float32(4096), exponent).astype(np.float32)
 
 
-def _shrunk_range(x: np.ndarray, factor: float) -> tuple[np.float32, np.float32]:
-    """Ends of a group's range times ``factor``, cut on both sides alike."""
-    lowest, highest = np.min(x), np.max(x)
-    cut = _twelve_bits(highest - lowest) * _to_bfloat16((1 - factor) / 2)
-    return (lowest, highest) if factor == 1 else (lowest + cut, highest - cut)
-
-
-def _scale(low: np.float32, high: np.float32, bits: int) -> np.float32:
-    return np.maximum(high - low, np.float32(0)) * np.float32(1 / (2**bits - 1))
-
-
-def quantize_group(
-    x: np.ndarray,
-    bits: int,
-    shrink: tuple[float, ...] = (1.0,),
-) -> tuple[np.ndarray, np.float16, np.float16]:
-    """One group (a channel of a key page, or a token of a value page): float32 [X] -> (codes [X], scale, min).
-
-    ``shrink``: factors of the range to try; each cuts both ends alike, and the first of least squared error is kept.
-    """
-    levels = 2**bits - 1
-    best = None
-    for factor in shrink:
-        low, high = _shrunk_range(x, factor)
-        low = np.float16(low)
-        scale = np.float16(_scale(np.float32(low), high, bits))
-        if scale == 0:
-            codes = np.clip(np.round(x - np.float32(low)), 0, levels)
-        else:
-            codes = np.clip(np.round((x - np.float32(low)) / np.float32(scale)), 0, levels)
-        restored = codes.astype(np.float32) * np.float32(scale) + np.float32(low)
-        error = np.sum(_twelve_bits(restored - x).astype(np.float64) ** 2)
-        if best is None or error < best[0]:
-            best = (error, codes.astype(np.int64), scale, low)
-    return best[1:]
-
-
 def _to_bfloat16(x: float) -> np.float32:
     mantissa, exponent = np.frexp(np.float64(x))
     return np.float32(np.ldexp(np.round(mantissa * 256) / 256, exponent))
 
 
-def restore(codes: np.ndarray, scale: np.ndarray, low: np.ndarray, exponent: int) -> np.ndarray:
-    """``(code * scale + min) * 2**exponent`` in float32; scale and min broadcast against the codes."""
-    x = codes.astype(np.float32) * scale.astype(np.float32) + low.astype(np.float32)
-    return x * np.float32(2.0**exponent)
+def quantize_group(
+    x: np.ndarray, bits: int, shrink: tuple[float, ...] = (1.0,)
+) -> tuple[np.ndarray, np.float16, np.float16]:
+    """One group (a channel of a key page, or a token of a value page): float32 [X] -> (codes [X], scale, min).
+
+    ``shrink``: factors of the range to try; each cuts both ends alike, and the first of least squared error is kept.
+    """
+    levels, best = 2**bits - 1, None
+    for factor in shrink:
+        low, high = np.min(x), np.max(x)
+        if factor != 1:
+            cut = _twelve_bits(high - low) * _to_bfloat16((1 - factor) / 2)
+            low, high = low + cut, high - cut
+        low = np.float16(low)
+        scale = np.float16(np.maximum(high - np.float32(low), np.float32(0)) * np.float32(1 / levels))
+        codes = np.clip(np.round((x - np.float32(low)) / np.float32(scale or 1)), 0, levels)
+        error = np.sum(_twelve_bits(_restore(codes, scale, low) - x).astype(np.float64) ** 2)
+        if best is None or error < best[0]:
+            best = (error, codes.astype(np.int64), scale, low)
+    return best[1:]
+
+
+def _restore(codes: np.ndarray, scale: np.ndarray, low: np.ndarray) -> np.ndarray:
+    return codes.astype(np.float32) * np.float32(scale) + np.float32(low)
+
+
+def _quantize_page(
+    groups: np.ndarray, bits: list[int], limit_log2: int, shrink: tuple[float, ...], channels: tuple[int, ...] = ()
+) -> OraclePage:
+    """The groups [groups, X] of a page, each with its number of bits; codes and restored are [groups, X] too."""
+    exponent = page_exponent(groups, limit_log2)
+    scaled = groups.astype(np.float32) * np.float32(2.0**-exponent)
+    codes, scale, low = map(
+        np.array, zip(*(quantize_group(x, b, shrink) for x, b in zip(scaled, bits, strict=True)), strict=True)
+    )
+    restored = _restore(codes, scale[:, None], low[:, None]) * np.float32(2.0**exponent)
+    return OraclePage(codes, scale, low, channels, exponent, restored)
 
 
 def quantize_key_page(
-    x: np.ndarray,
-    channels: tuple[int, ...],
-    bits: int = 2,
-    shrink: tuple[float, ...] = (1.0,),
+    x: np.ndarray, channels: tuple[int, ...], bits: int = 2, shrink: tuple[float, ...] = (1.0,)
 ) -> OraclePage:
     """Keys of one KV head, [G, D]: each channel on its own, ``channels`` with 4 bits and the others with ``bits``."""
-    page, head_dim = x.shape
-    e = page_exponent(x, KEY_LIMIT_LOG2)
-    scaled = x.astype(np.float32) * np.float32(2.0**-e)
-    codes = np.zeros((page, head_dim), np.int64)
-    scale, low = np.zeros(head_dim, np.float16), np.zeros(head_dim, np.float16)
-    for d in range(head_dim):
-        codes[:, d], scale[d], low[d] = quantize_group(scaled[:, d], 4 if d in channels else bits, shrink)
-    return OraclePage(codes, scale, low, channels, e, restore(codes, scale, low, e))
+    each = [4 if d in channels else bits for d in range(x.shape[1])]
+    page = _quantize_page(x.T, each, KEY_LIMIT_LOG2, shrink, channels)
+    return dataclasses.replace(page, codes=page.codes.T, restored=page.restored.T)
 
 
 def quantize_value_page(x: np.ndarray, bits: int, shrink: tuple[float, ...] = (1.0,)) -> OraclePage:
     """Values of one KV head, [G, D]: each token on its own."""
-    page, head_dim = x.shape
-    e = page_exponent(x, VALUE_LIMIT_LOG2)
-    scaled = x.astype(np.float32) * np.float32(2.0**-e)
-    codes = np.zeros((page, head_dim), np.int64)
-    scale, low = np.zeros(page, np.float16), np.zeros(page, np.float16)
-    for t in range(page):
-        codes[t], scale[t], low[t] = quantize_group(scaled[t], bits, shrink)
-    return OraclePage(codes, scale, low, (), e, restore(codes, scale[:, None], low[:, None], e))
+    return _quantize_page(x, [bits] * len(x), VALUE_LIMIT_LOG2, shrink)
 
 
 class Oracle:
@@ -174,8 +155,8 @@ class Oracle:
 
     def step(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """A decode step, q [N, D], k and v [K, D] -> float64 [N, D]: insert, attend, quantize what is due."""
-        self.insert(k, self._turn(v), q)
-        out = self._turn(self.attend(q, self.length))
+        self.insert(k, self._rotated(v), q)
+        out = self._rotated(self.attend(q, self.length))
         self.age()
         return out
 
@@ -187,12 +168,12 @@ class Oracle:
         """
         before = self.length
         for t in range(len(k)):
-            self.insert(k[t], self._turn(v[t]), q[t])
-        out = [self._turn(self.attend(q[t], before + t + 1)) for t in range(len(q))]
+            self.insert(k[t], self._rotated(v[t]), q[t])
+        out = [self._rotated(self.attend(q[t], before + t + 1)) for t in range(len(q))]
         self.age()
         return np.stack(out) if out else np.zeros(q.shape, np.float64)
 
-    def _turn(self, x: np.ndarray) -> np.ndarray:
+    def _rotated(self, x: np.ndarray) -> np.ndarray:
         """Values [K, D] into the basis they are cached in, or outputs [N, D] back: a Hadamard rotation, if wanted."""
         if not self.config.rotate_values:
             return x
@@ -228,26 +209,23 @@ class Oracle:
         c = self.config
         if not c.quantized:
             return
-        while self.length >= c.sink + (len(self.key_pages) + 1) * c.page:
-            self._quantize(self.keys, self.key_pages, self._key_page)
-        while self.length >= c.sink + c.window + (len(self.value_pages) + 1) * c.page:
-            self._quantize(
-                self.values,
-                self.value_pages,
-                lambda x, *_: quantize_value_page(x, c.value_bits, c.value_shrink),
-            )
 
-    def _quantize(self, tokens: list[np.ndarray], pages: list, quantize) -> None:
-        start = self.config.sink + len(pages) * self.config.page
-        x = np.stack(tokens[start : start + self.config.page])  # [G, K, D]
-        heads = [quantize(x[:, h], len(pages), h) for h in range(self.num_kv_heads)]
-        for t in range(self.config.page):
-            tokens[start + t] = np.stack([page.restored[t] for page in heads])
-        pages.append(heads)
+        def key_page(x: np.ndarray, page: int, head: int) -> OraclePage:
+            return quantize_key_page(x, self.boosted_channels(x, page, head), 2, c.key_shrink)
 
-    def _key_page(self, x: np.ndarray, page: int, head: int) -> OraclePage:
-        c = self.config
-        return quantize_key_page(x, self.boosted_channels(x, page, head), 2, c.key_shrink)
+        def value_page(x: np.ndarray, page: int, head: int) -> OraclePage:
+            return quantize_value_page(x, c.value_bits, c.value_shrink)
+
+        self._quantize_due(self.keys, self.key_pages, key_page, newer=0)
+        self._quantize_due(self.values, self.value_pages, value_page, newer=c.window)
+
+    def _quantize_due(self, tokens: list[np.ndarray], pages: list, quantize: Callable, newer: int) -> None:
+        size = self.config.page
+        while self.length >= (start := self.config.sink + len(pages) * size) + size + newer:
+            x = np.stack(tokens[start : start + size])  # [G, K, D]
+            heads = [quantize(x[:, h], len(pages), h) for h in range(self.num_kv_heads)]
+            tokens[start : start + size] = np.stack([page.restored for page in heads], axis=1)
+            pages.append(heads)
 
     def boosted_channels(self, x: np.ndarray, page: int, head: int) -> tuple[int, ...]:
         """Channels of page number ``page``, x [G, D], that get 4 bits, ascending; ties go to the lowest channel."""
@@ -259,15 +237,16 @@ class Oracle:
         return tuple(sorted(int(d) for d in order[:count]))
 
     def _scores(self, x: np.ndarray, page: int, head: int) -> np.ndarray:
-        if self.config.selection == "magnitude":
+        selection, spread = self.config.selection, np.max(x, axis=0) - np.min(x, axis=0)
+        if selection == "magnitude":
             return np.mean(np.abs(x), axis=0)
-        if self.config.selection == "variance":
+        if selection == "variance":
             return np.mean((x - np.mean(x, axis=0)) ** 2, axis=0)
-        if self.config.selection == "range":
-            return np.max(x, axis=0) - np.min(x, axis=0)
-        if self.config.selection == "sensitivity":
-            return np.sqrt(self._mean_square_of_queries(page, head)) * (np.max(x, axis=0) - np.min(x, axis=0))
-        if self.config.selection == "error":
+        if selection == "range":
+            return spread
+        if selection == "sensitivity":
+            return np.sqrt(self._mean_square_of_queries(page, head)) * spread
+        if selection == "error":
             return self._mean_square_of_queries(page, head) * self._gain(x)
         return random_scores(self.config.seed, self.layer, page, self.num_kv_heads, self.head_dim)[head]
 
@@ -278,10 +257,7 @@ class Oracle:
         return np.mean(queries**2, axis=(0, 1))
 
     def _gain(self, x: np.ndarray) -> np.ndarray:
-        """How much squared error each channel loses by having 4 bits instead of 2: [G, D] -> [D].
-
-        With float16 scale and minimum whatever is stored, as a grid is known only with the boosted channels.
-        """
+        """How much squared error each channel loses by having 4 bits instead of 2: [G, D] -> [D]."""
         every = tuple(range(self.head_dim))
         two = quantize_key_page(x, (), 2, self.config.key_shrink).restored
         four = quantize_key_page(x, every, 2, self.config.key_shrink).restored

@@ -10,7 +10,8 @@ from tests.inference.generate_cases import greedy_by_recompute, small_cache, tin
 
 def answers(cache, **options):
     rng = np.random.default_rng(0)
-    cases = [Case(80, 0, rng.integers(1, 97, n).tolist(), rng.integers(1, 97, 9).tolist(), "") for n in (45, 40, 33)]
+    sizes = (45, 40, 33, 50, 60, 55, 48, 62)
+    cases = [Case(80, 0, rng.integers(1, 97, n).tolist(), rng.integers(1, 97, 9).tolist(), "") for n in sizes]
     return cases, ask(tiny_model(), cases, cache, new_tokens=3, batch=2, shape=(64, 64), **options)
 
 

@@ -1,4 +1,4 @@
-"""Evaluations by task: generation in batches, answers, programs, results that survive an interruption, statistics.
+"""Evaluations by task: prompts, answers, programs, results that survive an interruption, statistics.
 
 The command lines are `scripts/evaluate.py recall | gsm8k | humaneval | lm-eval`.
 """
