@@ -8,7 +8,6 @@ and 0.12.0. Kernels use it through :mod:`.ptx`.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -60,6 +59,20 @@ def launch(
 
 
 # ---------------------------------------------------------------- values
+def _operator(integer: Callable, floating: Callable | None = None) -> Callable:
+    """A binary operator of :class:`Value`; a Python number on the right takes the type of the left."""
+
+    def emit(self: Value, other: Value | float) -> Value:
+        operation = floating if self.type == "f32" else integer
+        return Value(operation(self.raw, self.like(other).raw))
+
+    return emit
+
+
+def _comparison(predicate: str) -> Callable:
+    return _operator(lambda a, b: arith.cmpi(arith.CmpIPredicate[predicate], a, b))
+
+
 class Value:
     """A number of each thread: i1, i32, i64 or f32.
 
@@ -78,71 +91,24 @@ class Value:
     def type(self) -> str:
         return str(self.raw.type)
 
-    def like(self, x: Value | int | float) -> Value:
+    def like(self, x: Value | float) -> Value:
         """``x``, or the constant ``x`` of this value's type."""
         return x if isinstance(x, Value) else {"i32": i32, "i64": i64, "f32": f32}[self.type](x)
 
-    def _emit(self, integer: Callable, floating: Callable | None, other: Value | int | float) -> Value:
-        emit = floating if self.type == "f32" else integer
-        return Value(emit(self.raw, self.like(other).raw))
+    __add__ = __radd__ = _operator(arith.addi, arith.addf)
+    __mul__ = __rmul__ = _operator(arith.muli, arith.mulf)
+    __sub__ = _operator(arith.subi, arith.subf)
+    __floordiv__, __mod__ = _operator(arith.divui), _operator(arith.remui)
+    __and__, __or__, __xor__ = _operator(arith.andi), _operator(arith.ori), _operator(arith.xori)
+    __lshift__, __rshift__ = _operator(arith.shli), _operator(arith.shrui)
+    __lt__, __eq__, __ne__ = _comparison("slt"), _comparison("eq"), _comparison("ne")
+    below = _comparison("ult")  # unsigned <
 
-    def _compare(self, predicate: str, other: Value | int) -> Value:
-        return self._emit(functools.partial(arith.cmpi, arith.CmpIPredicate[predicate]), None, other)
-
-    def __add__(self, other):
-        return self._emit(arith.addi, arith.addf, other)
-
-    def __sub__(self, other):
-        return self._emit(arith.subi, arith.subf, other)
-
-    def __mul__(self, other):
-        return self._emit(arith.muli, arith.mulf, other)
-
-    def __radd__(self, other):
-        return self + other
-
-    def __rsub__(self, other):
+    def __rsub__(self, other: float) -> Value:
         return self.like(other) - self
 
-    def __rmul__(self, other):
-        return self * other
-
-    def __floordiv__(self, other):
-        return self._emit(arith.divui, None, other)
-
-    def __mod__(self, other):
-        return self._emit(arith.remui, None, other)
-
-    def __and__(self, other):
-        return self._emit(arith.andi, None, other)
-
-    def __or__(self, other):
-        return self._emit(arith.ori, None, other)
-
-    def __xor__(self, other):
-        return self._emit(arith.xori, None, other)
-
-    def __lshift__(self, bits):
-        return self._emit(arith.shli, None, bits)
-
-    def __rshift__(self, bits):
-        return self._emit(arith.shrui, None, bits)
-
-    def __lt__(self, other):
-        return self._compare("slt", other)
-
-    def __gt__(self, other):
+    def __gt__(self, other: Value | int) -> Value:
         return self.like(other) < self
-
-    def __eq__(self, other):
-        return self._compare("eq", other)
-
-    def __ne__(self, other):
-        return self._compare("ne", other)
-
-    def below(self, other: Value | int) -> Value:
-        """Unsigned self < other."""
-        return self._compare("ult", other)
 
     def __bool__(self):
         raise TypeError("a kernel's value has no truth while the kernel is written: use select, when or choose")
@@ -189,16 +155,16 @@ def asm(text: str, outs: str, args: Sequence[Value] = (), *, pure: bool = True):
 
 def minimum(a: Value, b: Value | int) -> Value:
     """The smaller of two signed integers."""
-    return a._emit(arith.minsi, None, b)
+    return _operator(arith.minsi)(a, b)
 
 
 def maximum(a: Value, b: Value | int) -> Value:
     """The larger of two signed integers."""
-    return a._emit(arith.maxsi, None, b)
+    return _operator(arith.maxsi)(a, b)
 
 
 def min_unsigned(a: Value, b: Value | int) -> Value:
-    return a._emit(arith.minui, None, b)
+    return _operator(arith.minui)(a, b)
 
 
 def select(condition: Value, a: Value | float, b: Value | float) -> Value:

@@ -144,18 +144,15 @@ def _words(parts: dict[str, Part]) -> int:
 def join_record(parts: dict[str, Array], layout: dict[str, Part]) -> Array:
     """Concatenates the parts [..., count] of a record into uint32 [..., words]; padding bytes are zero."""
     batch = parts["low"].shape[:-1]
-    pieces = []
-    tail = []  # parts narrower than a word are gathered into bytes first: their sizes need not be multiples of 4
+    pieces, tail = [], []  # bytes are gathered first: their counts need not be multiples of 4
     for name, part in layout.items():
         x = parts[name]
         if x.shape != (*batch, part.count) or x.dtype != part.dtype:
             raise ValueError(f"part {name}: wanted {part.dtype}[{part.count}], got {x.dtype}{x.shape[len(batch) :]}")
-        if part.dtype.itemsize == 4:
-            pieces.append(x)
-        elif part.dtype.itemsize == 2:
-            pieces.append(_to_words(x))
-        else:
+        if part.dtype.itemsize == 1:
             tail.append(jax.lax.bitcast_convert_type(x, jnp.uint8))
+        else:
+            pieces.append(x if part.dtype.itemsize == 4 else _to_words(x))
     last = jnp.concatenate(tail, -1)
     size = _words(layout) * 4 - sum(4 * p.shape[-1] for p in pieces)
     last = jnp.pad(last, [(0, 0)] * len(batch) + [(0, size - last.shape[-1])])

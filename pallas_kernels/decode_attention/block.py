@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kitty_jax.pallas_kernels import ptx
 from kitty_jax.pallas_kernels.decode_attention.shape import COLUMNS, QUERY_LIMIT_LOG2, QUERY_SHIFT, WARPS, KernelShape
+from kitty_jax.pallas_kernels.page_format import BUFFERS
 from kitty_jax.pallas_kernels.partials import MASKED
 from kitty_jax.pallas_kernels.ptx import Value
 
@@ -22,21 +24,10 @@ LANES_OF_A_COLUMN = (4, 8, 16)  # lanes with the same c = lane % 4 hold the same
 Tiles = list[list[Value]]  # accumulators of an mma, four values each
 
 
-class Operands(NamedTuple):
-    """The kernel's operands: arrays, or their global addresses."""
-
-    q: Value
-    new_keys: Value
-    new_values: Value
-    key_pages: Value
-    value_pages: Value
-    sink_keys: Value
-    sink_values: Value
-    tail_keys: Value
-    ring_values: Value
-    page_table: Value
-    lengths: Value
-    num_new: Value
+Operands = collections.namedtuple(  # of the kernel: arrays, or their global addresses
+    "Operands",
+    ("q", "new_keys", "new_values", "key_pages", "value_pages", *BUFFERS, "page_table", "lengths", "num_new"),
+)
 
 
 class Block:

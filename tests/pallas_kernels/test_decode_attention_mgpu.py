@@ -57,20 +57,8 @@ class Case:
 
     def arguments(self) -> tuple:
         """Shapes of the arguments of decode_attention, as arrays without content."""
-        b, k, d, dtype = len(self.lengths), self.kv_heads, self.head_dim, jnp.dtype(self.dtype)
-        pool = b * self.pages
-        array, word, index = (functools.partial(_struct, t) for t in (dtype, jnp.uint32, jnp.int32))
-        kv = LayerKV(
-            key_pages=word(pool, k, self.fmt.key_words),
-            value_pages=word(pool, k, self.fmt.value_words),
-            sink_keys=array(b, k, self.sink, d),
-            sink_values=array(b, k, self.sink, d),
-            tail_keys=array(b, k, G, d),
-            ring_values=array(b, k, self.window + G, d),
-            fmt=self.fmt,
-        )
-        new = array(b, self.tokens, k, d)
-        return array(b, self.tokens, k * self.group, d), new, new, kv, index(b, self.pages), index(b), index(b)
+        q, *rest = jax.eval_shape(self.random)
+        return _struct(jnp.dtype(self.dtype), *q.shape), *rest
 
     def random(self, seed: int = 0) -> tuple:
         """Arguments with random content: keys with a few strong channels, a scrambled page table, every slot filled."""
@@ -85,9 +73,10 @@ class Case:
             return self.value_scale * jax.random.normal(next(keys), (*shape[:1], k, *shape[1:], d))
 
         pool = b * self.pages
+        some = max(pool, 1)  # pages are made, and those that the pool holds taken
         kv = LayerKV(
-            key_pages=jax.jit(quantize_keys, static_argnums=1)(key_like(pool, G), self.fmt),
-            value_pages=jax.jit(quantize_values, static_argnums=1)(value_like(pool, G), self.fmt),
+            key_pages=jax.jit(quantize_keys, static_argnums=1)(key_like(some, G), self.fmt)[:pool],
+            value_pages=jax.jit(quantize_values, static_argnums=1)(value_like(some, G), self.fmt)[:pool],
             sink_keys=key_like(b, self.sink).astype(dtype),
             sink_values=value_like(b, self.sink).astype(dtype),
             tail_keys=key_like(b, G).astype(dtype),
@@ -97,7 +86,7 @@ class Case:
         q = self.query_scale * 0.4 * jax.random.normal(next(keys), (b, self.tokens, k * self.group, d))
         q = q.astype(dtype).astype(jnp.float32)  # float32 with the buffers' precision: the output is not rounded
         new = [jnp.swapaxes(x(b, self.tokens), 1, 2).astype(dtype) for x in (key_like, value_like)]
-        table = jax.random.permutation(next(keys), pool).reshape(b, self.pages).astype(jnp.int32)
+        table = jax.random.permutation(next(keys), some)[:pool].reshape(b, self.pages).astype(jnp.int32)
         num_new = self.num_new or (self.tokens,) * b
         return q, *new, kv, table, jnp.array(self.lengths, jnp.int32), jnp.array(num_new, jnp.int32)
 

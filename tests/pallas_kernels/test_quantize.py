@@ -55,33 +55,34 @@ def literal(x, bits):
 
 
 @pytest.mark.parametrize(
-    "page,head_dim,boosted", [(128, 128, 16), (128, 64, 0), (128, 64, 64), (16, 16, 1), (48, 80, 33)]
+    "side,fmt",
+    [
+        ("keys", PageFormat()),
+        ("keys", PageFormat(head_dim=64, boosted=0)),
+        ("keys", PageFormat(head_dim=64, boosted=64)),
+        ("keys", PageFormat(page=16, head_dim=16, boosted=1)),
+        ("keys", PageFormat(page=48, head_dim=80, boosted=33)),
+        ("values", PageFormat()),
+        ("values", PageFormat(head_dim=64, value_bits=4)),
+        ("values", PageFormat(page=32, head_dim=256)),
+    ],
+    ids=str,
 )
-def test_key_codes_scale_and_min_are_the_literal_ones(page, head_dim, boosted):
-    fmt = PageFormat(page=page, head_dim=head_dim, boosted=boosted)
-    keys = normal(page + head_dim + boosted, page, head_dim, dtype=jnp.bfloat16, scale=3)
-    restored, codes, parts = jax.tree.map(np.asarray, restore_keys(quantize_keys(keys, fmt), fmt))
-    x = np.asarray(keys, np.float64).T
-    bits = np.where(np.isin(np.arange(head_dim), parts["channels"]), 4, 2)
-    want, scale, low = literal(x, bits)
-    np.testing.assert_array_equal(parts["scale"], scale)
-    np.testing.assert_array_equal(parts["min"], low)
-    np.testing.assert_array_equal(codes.T, want)
-    assert parts["exponent"] == 0
-    exact = want * scale.astype(np.float64)[:, None] + low.astype(np.float64)[:, None]
-    np.testing.assert_array_equal(restored.T, exact.astype(np.float32))
-    assert len(parts["channels"]) == boosted
-
-
-@pytest.mark.parametrize("page,head_dim,value_bits", [(128, 128, 2), (128, 64, 4), (48, 80, 4), (32, 256, 2)])
-def test_value_codes_scale_and_min_are_the_literal_ones(page, head_dim, value_bits):
-    fmt = PageFormat(page=page, head_dim=head_dim, boosted=0, value_bits=value_bits)
-    values = normal(page + head_dim, page, head_dim, dtype=jnp.bfloat16)
-    restored, codes, parts = jax.tree.map(np.asarray, restore_values(quantize_values(values, fmt), fmt))
-    want, scale, low = literal(np.asarray(values, np.float64), value_bits)
+def test_codes_scale_and_min_are_the_literal_ones(side, fmt):
+    x = normal(fmt.page + fmt.head_dim, fmt.page, fmt.head_dim, dtype=jnp.bfloat16, scale=3)
+    if side == "keys":
+        restored, codes, parts = jax.tree.map(np.asarray, restore_keys(quantize_keys(x, fmt), fmt))
+        restored, codes, x = restored.T, codes.T, x.T
+        bits = np.where(np.isin(np.arange(fmt.head_dim), parts["channels"]), 4, 2)
+        assert len(parts["channels"]) == fmt.boosted
+    else:
+        restored, codes, parts = jax.tree.map(np.asarray, restore_values(quantize_values(x, fmt), fmt))
+        bits = fmt.value_bits
+    want, scale, low = literal(np.asarray(x, np.float64), bits)
     np.testing.assert_array_equal(parts["scale"], scale)
     np.testing.assert_array_equal(parts["min"], low)
     np.testing.assert_array_equal(codes, want)
+    assert parts["exponent"] == 0
     exact = want * scale.astype(np.float64)[:, None] + low.astype(np.float64)[:, None]
     np.testing.assert_array_equal(restored, exact.astype(np.float32))
 
