@@ -21,46 +21,35 @@ if __name__ == "__main__":  # not where a test imports it
 
 from kitty_jax.models.checkpoint import DTYPES
 from kitty_jax.models.export import DEFAULT_SHARD_BYTES, convert_checkpoint
+from scripts.command_line import Parser, run_command
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="convert.py", description=__doc__.splitlines()[0])
-    parser.add_argument("source", type=Path, help="a .gguf file or a Hugging Face model directory")
-    parser.add_argument("destination", type=Path, help="the directory to write")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of every tensor (default: as stored; float32 from .gguf)"
+    parser = Parser("convert.py", __doc__)
+    add, default = parser.add_argument, DEFAULT_SHARD_BYTES / 1e9
+    add("source", type=Path, help="a .gguf file or a Hugging Face model directory")
+    add("destination", type=Path, help="the directory to write")
+    add("--dtype", choices=DTYPES, help="dtype of every tensor (default: as stored; float32 from .gguf)")
+    what = "largest weight file, and so the memory needed, in 10^9 bytes (default: %(default)g)"
+    add("--max-shard-gb", type=_gigabytes, default=default, help=what)
+    add("--no-tokenizer", action="store_true", help="write no tokenizer files")
+    add("--force", action="store_true", help="write into a directory that is not empty, replacing its checkpoint")
+    return run_command(parser, convert, argv)
+
+
+def convert(options: argparse.Namespace) -> None:
+    written = convert_checkpoint(
+        options.source,
+        options.destination,
+        dtype=options.dtype,
+        max_shard_bytes=int(options.max_shard_gb * 1e9),
+        tokenizer=not options.no_tokenizer,
+        force=options.force,
+        progress=_show if sys.stderr.isatty() else None,
     )
-    parser.add_argument(
-        "--max-shard-gb",
-        type=_gigabytes,
-        default=DEFAULT_SHARD_BYTES / 1e9,
-        help="largest weight file, and so the memory needed, in 10^9 bytes (default: %(default)g)",
-    )
-    parser.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
-    parser.add_argument(
-        "--force", action="store_true", help="write into a directory that is not empty, replacing its checkpoint"
-    )
-    arguments = parser.parse_args(argv)
-    try:
-        written = convert_checkpoint(
-            arguments.source,
-            arguments.destination,
-            dtype=arguments.dtype,
-            max_shard_bytes=int(arguments.max_shard_gb * 1e9),
-            tokenizer=not arguments.no_tokenizer,
-            force=arguments.force,
-            progress=_show if sys.stderr.isatty() else None,
-        )
-    except (ValueError, OSError) as error:
-        print(f"convert.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    print(f"{arguments.destination}: {', '.join(written)}")
-    if not arguments.no_tokenizer and not any(name.startswith(("tokenizer.json", "vocab.json")) for name in written):
+    print(f"{options.destination}: {', '.join(written)}")
+    if not options.no_tokenizer and not any(name.startswith(("tokenizer.json", "vocab.json")) for name in written):
         print("note: the source has no tokenizer files, so none were written", file=sys.stderr)
-    return 0
 
 
 def _gigabytes(text: str) -> float:
@@ -75,12 +64,8 @@ def _gigabytes(text: str) -> float:
 
 
 def _show(done: int, total: int, name: str) -> None:
-    print(
-        f"\r{100 * done / max(total, 1):5.1f} %  {name:<60}",
-        end="\n" if done == total else "",
-        file=sys.stderr,
-        flush=True,
-    )
+    end = "\n" if done == total else ""
+    print(f"\r{100 * done / max(total, 1):5.1f} %  {name:<60}", end=end, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

