@@ -1,8 +1,7 @@
 """Values of Mosaic GPU kernels that are written one thread at a time, and what holds them: launching, control flow and
 inline PTX.
 
-This module has every private import of the kernels: JAX offers no public way to the MLIR builders. Tried on JAX 0.11.2
-and 0.12.0. Kernels use it through :mod:`.ptx`.
+Kernels use this module through :mod:`.ptx`. JAX offers no public way to the MLIR builders (:mod:`.private_jax`).
 """
 
 from __future__ import annotations

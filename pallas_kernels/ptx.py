@@ -51,27 +51,36 @@ def opaque(x: Value | int) -> Value:
     return asm("mov.b32 $0, $1;", "r", (i32(x) if isinstance(x, int) else x,), pure=False)
 
 
+def _instruction(text: str, out: str, *, pure: bool = True) -> Callable[..., Value]:
+    """An instruction of fixed text: its result of kind ``out``, if any, comes first, then its operands in order."""
+    return lambda *operands: asm(text, out, operands, pure=pure)
+
+
+# ---------------------------------------------------------------- instructions of fixed text
+fma = _instruction("fma.rn.f32 $0, $1, $2, $3;", "f")
+fmax, fmin = _instruction("max.f32 $0, $1, $2;", "f"), _instruction("min.f32 $0, $1, $2;", "f")
+fabs = _instruction("abs.f32 $0, $1;", "f")
+ex2 = _instruction("ex2.approx.ftz.f32 $0, $1;", "f")  # 2**a, to 2**-22
+rcp = _instruction("rcp.rn.f32 $0, $1;", "f")
+bits_of, float_of = _instruction("mov.b32 $0, $1;", "r"), _instruction("mov.b32 $0, $1;", "f")
+half_of = _instruction("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "r")  # bits of the float16
+hmul2 = _instruction("mul.rn.f16x2 $0, $1, $2;", "r")  # product of two pairs of float16
+# Transposes an 8 x 8 matrix of 16-bit numbers that lies across the warp.
+movmatrix = _instruction("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", pure=False)
+sync_warp = _instruction(f"bar.warp.sync {FULL_WARP};", "")
+sync_block = _instruction("bar.sync 0;", "")
+# A barrier of all threads of the cluster, after which each sees what the others wrote to shared memory.
+sync_cluster = _instruction("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
+# Of a barrier's address and the parity of the phase to wait for.
+mbarrier_wait = _instruction(
+    "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }", ""
+)
+
+
 # ---------------------------------------------------------------- float32 and float16 pairs
-def fma(a: Value, b: Value, c: Value) -> Value:
-    return asm("fma.rn.f32 $0, $1, $2, $3;", "f", (a, b, c))
-
-
-def fmax(a: Value, b: Value) -> Value:
-    return asm("max.f32 $0, $1, $2;", "f", (a, b))
-
-
-def fmin(a: Value, b: Value) -> Value:
-    return asm("min.f32 $0, $1, $2;", "f", (a, b))
-
-
 def less_float(a: Value, b: Value) -> Value:
     """float32 a < b, an i1."""
     return asm("{ .reg .pred p; setp.lt.f32 p, $1, $2; selp.b32 $0, 1, 0, p; }", "r", (a, b)) != 0
-
-
-def half_of(a: Value) -> Value:
-    """Bits of a float32 rounded to float16."""
-    return asm("{ .reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.u32.u16 $0, h; }", "r", (a,))
 
 
 def float_of_half(a: Value, kind: str = "f16") -> Value:
@@ -79,28 +88,6 @@ def float_of_half(a: Value, kind: str = "f16") -> Value:
     if kind == "bf16":
         return float_of(a << 16)
     return asm("{ .reg .b16 h; cvt.u16.u32 h, $1; cvt.f32.f16 $0, h; }", "f", (a,))
-
-
-def fabs(a: Value) -> Value:
-    return asm("abs.f32 $0, $1;", "f", (a,))
-
-
-def ex2(a: Value) -> Value:
-    """2**a, to 2**-22."""
-    return asm("ex2.approx.ftz.f32 $0, $1;", "f", (a,))
-
-
-def rcp(a: Value) -> Value:
-    return asm("rcp.rn.f32 $0, $1;", "f", (a,))
-
-
-def bits_of(a: Value) -> Value:
-    return asm("mov.b32 $0, $1;", "r", (a,))
-
-
-def float_of(a: Value) -> Value:
-    """The float32 of these bits."""
-    return asm("mov.b32 $0, $1;", "f", (a,))
 
 
 def power_of_two(e: Value) -> Value:
@@ -114,11 +101,6 @@ def tree(f: Callable, xs: Sequence[Value]) -> Value:
     while len(xs) > 1:
         xs = [f(*xs[i : i + 2]) if i + 1 < len(xs) else xs[i] for i in range(0, len(xs), 2)]
     return xs[0]
-
-
-def hmul2(a: Value, b: Value) -> Value:
-    """Product of two pairs of float16."""
-    return asm("mul.rn.f16x2 $0, $1, $2;", "r", (a, b))
 
 
 def splat_half(pair: Value, which: int) -> Value:
@@ -179,31 +161,10 @@ def any_greater(pairs: Sequence[tuple[Value, Value]]) -> Value:
     return vote != 0
 
 
-def sync_warp() -> None:
-    asm(f"bar.warp.sync {FULL_WARP};", "")
-
-
-def sync_block() -> None:
-    asm("bar.sync 0;", "")
-
-
-def sync_cluster() -> None:
-    """A barrier of all threads of the cluster, after which each sees what the others wrote to shared memory."""
-    asm("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
-
-
 def mbarrier_init(barrier: Value, count: int) -> None:
     """``count`` barriers in a row, each with one arrival a phase."""
     inits = " ".join(f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 1;" for i in range(count))
     asm(f"{inits} fence.mbarrier_init.release.cluster;", "", (barrier,))
-
-
-def mbarrier_wait(barrier: Value, parity: Value) -> None:
-    asm(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra again; }",
-        "",
-        (barrier, parity),
-    )
 
 
 def bulk_copy(condition: Value, barrier: Value, to_shared: Value, from_global: Value, size: int) -> None:
@@ -294,11 +255,6 @@ def ldmatrix(n: int, pointer: Value, offset: int = 0, *, transpose: bool):
     text = f"ldmatrix.sync.aligned.m8n8.x{n}{trans}.shared.b16 {_vector(0, n)}, [${n}+{offset}];"
     out = asm(text, "r" * n, (pointer,), pure=False)
     return [out] if n == 1 else out
-
-
-def movmatrix(a: Value) -> Value:
-    """Transposes an 8 x 8 matrix of 16-bit numbers that lies across the warp."""
-    return asm("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", (a,), pure=False)
 
 
 def mma(accumulator: Sequence[Value], a: Sequence[Value], b: Sequence[Value], kind: str = "f16") -> list[Value]:
