@@ -33,20 +33,15 @@ _FIELD_SHIFTS = np.array([[2 * field + 16 * e for e in range(2)] for field in ra
 
 def _pack_tiles(x: Array) -> Array:
     """Codes [..., h, r, g, c, rh, e] -> words [..., words]."""
-    *batch, h, r, g, c, rh, e = x.shape
-    x = x.reshape(*batch, h * r, g, c, rh, e)
-    pad = -(h * r) % 8
-    if pad:
-        x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, pad)] + [(0, 0)] * 4)
-    x = x.reshape(*batch, -1, 8, g, c, rh, e)  # group field g c rh e
-    n = len(batch)
-    x = jnp.moveaxis(x, n + 1, n + 4)  # group g c rh field e
+    *batch, h, r = x.shape[:-4]
+    x = x.reshape(*batch, h * r, *x.shape[-4:])
+    x = jnp.pad(x, [(0, 0)] * len(batch) + [(0, -(h * r) % 8)] + [(0, 0)] * 4)
+    x = jnp.moveaxis(x.reshape(*batch, -1, 8, *x.shape[-4:]), -5, -2)  # group g c rh field e
     words = jnp.sum(x.astype(jnp.uint32) << _FIELD_SHIFTS, axis=(-1, -2), dtype=jnp.uint32)  # group g c rh
-    groups = words.shape[n]
-    pairs = groups // 2 * 2
-    full = words[..., :pairs, :, :, :].reshape(*batch, groups // 2, 2, WARP, 2)
+    chunks = words.shape[-4] // 2
+    full = words[..., : 2 * chunks, :, :, :].reshape(*batch, chunks, 2, WARP, 2)
     full = jnp.swapaxes(full, -2, -3).reshape(*batch, -1)  # chunk lane (pair rh)
-    last = words[..., pairs:, :, :, :].reshape(*batch, -1)  # lane rh
+    last = words[..., 2 * chunks :, :, :, :].reshape(*batch, -1)  # lane rh
     return jnp.concatenate([full, last], -1)
 
 
@@ -54,21 +49,18 @@ def _unpack_tiles(words: Array, half_tiles: int, row_tiles: int) -> Array:
     """Words [..., words] -> codes uint32 [..., h, r, g, c, rh, e]."""
     *batch, count = words.shape
     groups = count // (2 * WARP)
-    full = words[..., : groups // 2 * 4 * WARP].reshape(*batch, groups // 2, WARP, 2, 2)
-    full = jnp.swapaxes(full, -2, -3).reshape(*batch, groups // 2 * 2, 8, 4, 2)
-    last = words[..., groups // 2 * 4 * WARP :].reshape(*batch, groups % 2, 8, 4, 2)
+    chunks = groups // 2
+    full = words[..., : chunks * 4 * WARP].reshape(*batch, chunks, WARP, 2, 2)
+    full = jnp.swapaxes(full, -2, -3).reshape(*batch, chunks * 2, 8, 4, 2)
+    last = words[..., chunks * 4 * WARP :].reshape(*batch, groups % 2, 8, 4, 2)
     x = jnp.concatenate([full, last], -4)  # group g c rh
     x = (x[..., None, None] >> _FIELD_SHIFTS) & np.uint32(3)  # group g c rh field e
-    n = len(batch)
-    x = jnp.moveaxis(x, n + 4, n + 1).reshape(*batch, groups * 8, 8, 4, 2, 2)
+    x = jnp.moveaxis(x, -2, -5).reshape(*batch, groups * 8, 8, 4, 2, 2)
     x = x[..., : half_tiles * row_tiles, :, :, :, :]
     return x.reshape(*batch, half_tiles, row_tiles, 8, 4, 2, 2)
 
 
-def _order(n: int, *axes: int) -> tuple[int, ...]:
-    return (*range(n), *(n + a for a in axes))
-
-
+# Axes in the einsums, which only transpose: the letters of the module's docstring, x for rh.
 def pack_keys(codes: Array) -> Array:
     """Packs one 2-bit plane of keys.
 
@@ -80,20 +72,14 @@ def pack_keys(codes: Array) -> Array:
         uint32 [..., words], ``words = plane_words(G / 16, ceil(C / 8))``.
     """
     *batch, g, c = codes.shape
-    n = len(batch)
-    if c % 8:
-        codes = jnp.pad(codes, [(0, 0)] * (n + 1) + [(0, -c % 8)])
-    x = codes.reshape(*batch, 8, g // 16, 2, -(-c // 8), 4, 2)  # g r rh h c e
-    return _pack_tiles(jnp.transpose(x, _order(n, 3, 1, 0, 4, 2, 5)))
+    codes = jnp.pad(codes, [(0, 0)] * (len(batch) + 1) + [(0, -c % 8)])
+    return _pack_tiles(jnp.einsum("...grxhce->...hrgcxe", codes.reshape(*batch, 8, g // 16, 2, -(-c // 8), 4, 2)))
 
 
 def unpack_keys(words: Array, page: int, channels: int) -> Array:
     """Inverse of :func:`pack_keys`: uint32 codes [..., page, channels]."""
-    *batch, _ = words.shape
-    n = len(batch)
-    x = _unpack_tiles(words, -(-channels // 8), page // 16)  # h r g c rh e
-    x = jnp.transpose(x, _order(n, 2, 1, 4, 0, 3, 5))
-    return x.reshape(*batch, page, -1)[..., :channels]
+    x = jnp.einsum("...hrgcxe->...grxhce", _unpack_tiles(words, -(-channels // 8), page // 16))
+    return x.reshape(*words.shape[:-1], page, -1)[..., :channels]
 
 
 def pack_values(codes: Array) -> Array:
@@ -106,15 +92,10 @@ def pack_values(codes: Array) -> Array:
         uint32 [..., words], ``words = plane_words(D / 16, G / 8)``.
     """
     *batch, g, d = codes.shape
-    n = len(batch)
-    x = codes.reshape(*batch, 4, 2, g // 8, d // 16, 2, 8)  # c e h r rh g
-    return _pack_tiles(jnp.transpose(x, _order(n, 2, 3, 5, 0, 4, 1)))
+    return _pack_tiles(jnp.einsum("...cehrxg->...hrgcxe", codes.reshape(*batch, 4, 2, g // 8, d // 16, 2, 8)))
 
 
 def unpack_values(words: Array, page: int, head_dim: int) -> Array:
     """Inverse of :func:`pack_values`: uint32 codes [..., page, head_dim]."""
-    *batch, _ = words.shape
-    n = len(batch)
-    x = _unpack_tiles(words, page // 8, head_dim // 16)  # h r g c rh e
-    x = jnp.transpose(x, _order(n, 3, 5, 0, 1, 4, 2))
-    return x.reshape(*batch, page, head_dim)
+    x = jnp.einsum("...hrgcxe->...cehrxg", _unpack_tiles(words, page // 8, head_dim // 16))
+    return x.reshape(*words.shape[:-1], page, head_dim)

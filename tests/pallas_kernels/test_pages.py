@@ -60,19 +60,7 @@ def test_offsets():
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_records_are_whole_chunks_of_16_bytes_and_parts_do_not_overlap(fmt):
-    for parts, words in ((fmt.key_parts, fmt.key_words), (fmt.value_parts, fmt.value_words)):
-        assert words % 4 == 0
-        end = 0
-        for part in parts.values():
-            assert part.offset == end
-            assert part.size == part.count * part.dtype.itemsize
-            end += part.size
-        assert words * 4 - 16 < end <= words * 4
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-def test_split_is_the_inverse_of_join(fmt):
+def test_records_hold_their_parts_one_after_another_and_split_is_the_inverse_of_join(fmt):
     rng, batch = np.random.default_rng(0), (2, 3)
     for layout, words in ((fmt.key_parts, fmt.key_words), (fmt.value_parts, fmt.value_words)):
         parts = {
@@ -84,14 +72,17 @@ def test_split_is_the_inverse_of_join(fmt):
         assert record.dtype == jnp.uint32
         back = split_record(record, layout)
         assert list(back) == list(layout)
-        raw = np.asarray(record).view(np.uint8)
+        raw, end = np.asarray(record).view(np.uint8), 0
         for name, part in layout.items():
+            assert (part.offset, part.size) == (end, part.count * part.dtype.itemsize)
+            end += part.size
             assert back[name].dtype == part.dtype
             # By bytes: a random float16 may be a NaN.
             assert np.asarray(back[name]).tobytes() == np.asarray(parts[name]).tobytes()
             assert raw[..., part.offset : part.offset + part.size].tobytes() == np.asarray(parts[name]).tobytes()
-        last = list(layout.values())[-1]
-        assert not raw[..., last.offset + last.size :].any()
+        assert not raw[..., end:].any()
+        assert words % 4 == 0
+        assert words * 4 - 16 < end <= words * 4
 
 
 def test_join_names_the_part_that_does_not_fit():
