@@ -1,6 +1,7 @@
 """The package as a whole: names, import direction, and what the built archives hold."""
 
 import ast
+import graphlib
 import importlib
 import importlib.util
 import os
@@ -32,6 +33,13 @@ def sources(folder: str) -> list[Path]:
     return sorted(path for path in (ROOT / folder).rglob("*.py") if path.resolve().is_relative_to(ROOT / folder))
 
 
+def module_name(path: Path) -> str:
+    """The name that a file of the package is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "kitty_jax" else ("kitty_jax", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def imported_names(source: str) -> set[str]:
     """Dotted names that a file imports, at any depth: `a.b` for `import a.b`, `a.b.c` for `from a.b import c`."""
     names = set()
@@ -44,21 +52,24 @@ def imported_names(source: str) -> set[str]:
     return names
 
 
-def wrong_imports(folder: str, source: str) -> set[str]:
-    """Imports of a file in `folder` that go against pallas_kernels <- kitty_jax <- models <- scripts."""
+MODULES = {module_name(path): path for folder in FOLDERS for path in sources(folder)}
+# What each part of the house may import, beside itself.
+BELOW = {
+    "pallas_kernels": set(),
+    "cache": {"pallas_kernels"},
+    "inference": {"cache", "pallas_kernels"},
+    "research": {"inference", "cache", "pallas_kernels"},
+    "models": {"cache", "pallas_kernels"},
+}
+
+
+def wrong_imports(part: str, source: str) -> set[str]:
+    """Imports of a file in a part of the package that go against :data:`BELOW`."""
     wrong = set()
     for name in imported_names(source):
-        parts = name.split(".")
-        outside = parts[0] != "kitty_jax"
-        layer = "kitty_jax" if len(parts) < 2 or parts[1] not in FOLDERS else parts[1]
-        allowed = {
-            "pallas_kernels": {"pallas_kernels"},
-            "kitty_jax": {"pallas_kernels", "kitty_jax"},
-            "models": set(FOLDERS),
-        }[folder]
-        relative_out = name.startswith("..")
-        bare = parts[0] in ("models", "pallas_kernels", "scripts", "tests")
-        if relative_out or bare or (not outside and layer not in allowed):
+        package, *rest = name.split(".")
+        outside = package not in ("kitty_jax", "models", "pallas_kernels", "scripts", "tests", "")
+        if not outside and (package != "kitty_jax" or not rest or rest[0] not in {part} | BELOW[part]):
             wrong.add(name)
     return wrong
 
@@ -97,27 +108,52 @@ def test_every_module_imports() -> None:
             assert importlib.import_module(name).__name__ == name
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_import_direction(folder: str) -> None:
-    wrong = {path.name: found for path in sources(folder) if (found := wrong_imports(folder, path.read_text()))}
-    assert not wrong
+@pytest.mark.parametrize("part", BELOW)
+def test_import_direction(part: str) -> None:
+    own = {name: path for name, path in MODULES.items() if name.split(".")[1:2] == [part]}
+    assert own
+    assert not {name: wrong for name, path in own.items() if (wrong := wrong_imports(part, path.read_text()))}
 
 
 @pytest.mark.parametrize(
-    "folder, source",
+    "part, source",
     [
         ("pallas_kernels", "from kitty_jax.cache.config import CacheConfig"),
         ("pallas_kernels", "from kitty_jax import models"),
         ("pallas_kernels", "def f():\n    import kitty_jax"),
-        ("kitty_jax", "import kitty_jax.models.decoder"),
-        ("kitty_jax", "from pallas_kernels import packing"),
+        ("cache", "from kitty_jax.research.calibration import load_caches"),
+        ("inference", "import kitty_jax.models.decoder"),
+        ("research", "from pallas_kernels import packing"),
         ("models", "from ..attention import attend"),
         ("models", "from scripts.generate import main"),
     ],
 )
-def test_import_direction_check_sees_a_wrong_import(folder: str, source: str) -> None:
-    assert wrong_imports(folder, source)
-    assert not wrong_imports(folder, "import jax\nfrom kitty_jax.pallas_kernels import packing")
+def test_import_direction_check_sees_a_wrong_import(part: str, source: str) -> None:
+    assert wrong_imports(part, source)
+    assert not wrong_imports(part, "import jax\nfrom kitty_jax.pallas_kernels import packing")
+
+
+def test_no_import_cycles() -> None:
+    """Imports inside functions count too."""
+    graph = {}
+    for name, path in MODULES.items():
+        names = imported_names(path.read_text())
+        graph[name] = {x if x in MODULES else x.rpartition(".")[0] for x in names} & MODULES.keys() - {name}
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_private_parts_of_jax_have_one_home() -> None:
+    """What a new release of JAX may move is imported in one module."""
+    private = re.compile(r"jax\._src|jax\.experimental\.mosaic|jaxlib")
+    files = [*MODULES.values(), *sources("scripts")]
+    found = [p.name for p in files if any(private.match(x) for x in imported_names(p.read_text()))]
+    assert found == ["private_jax.py"]
+
+
+def test_modules_are_short() -> None:
+    """At most 350 lines, so that a module has one purpose."""
+    files = [*MODULES.values(), *sources("scripts")]
+    assert not {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > 350}
 
 
 def test_tests_run_with_strict_promotion() -> None:

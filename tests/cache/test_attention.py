@@ -1,6 +1,5 @@
 """The packed cache against the oracle: what it holds, exactly, and what attention over it gives, up to float sums."""
 
-import copy
 import dataclasses
 import functools
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.attention import Step, attend_chunk, attend_fresh, attend_token
-from kitty_jax.cache.config import CACHE_NAMES, CacheConfig, cache_from_name
+from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.dense_attention import causal_attention, masked_attention
 from kitty_jax.cache.pool import reserve
 from kitty_jax.cache.spec import cache_from_spec
@@ -28,10 +27,14 @@ from tests.cache.kv_cases import (
     random_q,
 )
 
-S, G, R = 32, 128, 128
-LENGTHS = (0, 1, S - 1, S, S + 1, S + G - 1, S + G, S + G + 1, S + R + G)
-LENGTHS += tuple(S + 3 * G + d for d in (-1, 0, 1)) + tuple(S + R + 3 * G + d for d in (-1, 0, 1))
 N, K = 4, 2
+
+
+def _boundaries(config: CacheConfig) -> np.ndarray:
+    s, g, r = config.sink, config.page, config.window
+    around = [s + 3 * g + d for d in (-1, 0, 1)]
+    lengths = {0, 1, s - 1, s, s + 1, s + g - 1, s + g, s + g + 1, s + r + g, *around, *(r + x for x in around)}
+    return np.array(sorted(x for x in lengths if x >= 0))
 
 
 @functools.partial(jax.jit, compiler_options=QUICK)
@@ -43,48 +46,28 @@ def _append_and_attend(state, keys, values, num_new, q, k, v):
     return state, out[:, 0]
 
 
-@functools.cache
-def _case(name: str, head_dim: int):
-    """A history for each length, the oracle that holds it, and the output of a decode step on it."""
-    config = cache_from_spec(name)
-    keys, values = random_kv(head_dim, len(LENGTHS), max(LENGTHS) + 1, K, head_dim)
-    q = random_q(1, len(LENGTHS), N, head_dim)
-    oracles, outs = [], []
-    for b, length in enumerate(LENGTHS):
-        host = np.asarray(keys[b]), np.asarray(values[b])
-        oracles.append(fill_oracle(Oracle(config, K, head_dim), *host, length))
-        outs.append(copy.deepcopy(oracles[b]).step(np.asarray(q[b]), host[0][length], host[1][length]))
-    return config, keys, values, q, oracles, np.stack(outs)
+BOUNDARY_CASES = [("kitty-pro", 128), ("kitty-pro:sink=4,page=16,window=16", 64)]
+BOUNDARY_CASES += [(f"{name}:page=16,window=16", 32) for name in ("kivi2", "kivi4")]
+BOUNDARY_CASES += [(f"{name}:sink=4,page=16,window=16", 32) for name in ("k2v4", "k4v2")]
 
 
-def _new(x, lengths):
-    return jnp.take_along_axis(x, lengths[:, None, None, None], axis=1)[:, 0]
-
-
-# Every cache at 128; at 64 the two that have boosted channels and 4-bit values, the others in `make test-all`.
-BOUNDARY_CASES = [
-    pytest.param(d, name, marks=() if d == 128 or name in ("kitty_pro", "k2v4") else pytest.mark.slow)
-    for name in CACHE_NAMES
-    if not cache_from_name(name).weighs_queries
-    for d in (64, 128)
-]
-
-
-@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["batch", "alone"])
-@pytest.mark.parametrize("head_dim, name", BOUNDARY_CASES)
-def test_every_boundary_equals_the_oracle(name, head_dim, together):
-    config, keys, values, q, oracles, outs = _case(name, head_dim)
-    lengths = jnp.array(LENGTHS, jnp.int32)
-    rows = [np.arange(len(LENGTHS))] if together else [np.array([b]) for b in range(len(LENGTHS))]
-    shape = KVShape(1, K, head_dim, jnp.float32)
-    empty = init_state(config, shape, batch=len(rows[0]), capacity=max(LENGTHS) + 1)
-    for row in rows:
-        args = (keys[row], values[row], lengths[row], q[row], _new(keys, lengths)[row], _new(values, lengths)[row])
-        state, out = _append_and_attend(empty, *args)
-        np.testing.assert_allclose(out, outs[row], rtol=0, atol=TOLERANCE["float32"])
-        opened = open_layer(state)
-        for i, b in enumerate(row):
-            assert_equals_oracle(opened, i, oracles[b])
+@pytest.mark.parametrize("spec, head_dim", BOUNDARY_CASES)
+def test_every_boundary_equals_the_oracle(spec, head_dim):
+    """What a history of each length holds, and a decode step on it."""
+    config = cache_from_spec(spec)
+    lengths = _boundaries(config)
+    batch, longest = len(lengths), max(lengths) + 1
+    keys, values = random_kv(head_dim, batch, longest, K, head_dim)
+    q = random_q(1, batch, N, head_dim)
+    new = [jnp.take_along_axis(x, lengths[:, None, None, None], axis=1)[:, 0] for x in (keys, values)]
+    empty = init_state(config, KVShape(1, K, head_dim, jnp.float32), batch=batch, capacity=longest)
+    state, out = _append_and_attend(empty, keys, values, jnp.array(lengths), q, *new)
+    opened = open_layer(state)
+    for b, length in enumerate(lengths):
+        oracle = fill_oracle(Oracle(config, K, head_dim), np.asarray(keys[b]), np.asarray(values[b]), length)
+        assert_equals_oracle(opened, b, oracle)
+        wanted = oracle.step(*(np.asarray(x[b]) for x in (q, *new)))
+        np.testing.assert_allclose(out[b], wanted, rtol=0, atol=TOLERANCE["float32"])
 
 
 # Small pages for everything else: S = 4, G = 16, R = 16, D = 16, two layers, one of them in full precision.
@@ -119,18 +102,18 @@ def test_a_chunk_continues_its_history(dtype):
     for b, oracles in enumerate(lists):
         for oracle in oracles:
             fill_oracle(oracle, keys[b], values[b], HISTORY[b])
-    for turn in range(2 if dtype == "float32" else 1):
-        num_new = np.array([1 + (b + turn) % CHUNK for b in range(batch)])
+    for half in range(2 if dtype == "float32" else 1):
+        num_new = np.array([1 + (b + half) % CHUNK for b in range(batch)])
         rows = np.minimum(np.asarray(state.lengths)[:, None] + np.arange(CHUNK), 71)
         k, v = (np.take_along_axis(np.asarray(x), rows[:, :, None, None], axis=1) for x in (keys, values))
-        out, state = _chunk_jit(state, q[:, turn * CHUNK :][:, :CHUNK], k, v, jnp.array(num_new), attend_chunk)
+        out, state = _chunk_jit(state, q[:, half * CHUNK :][:, :CHUNK], k, v, jnp.array(num_new), attend_chunk)
         assert out.dtype == keys.dtype
         assert np.isfinite(np.asarray(out, np.float32)).all()
         for layer in range(2):
             opened = open_layer(state, layer)
             for b, oracles in enumerate(lists):
                 t = num_new[b]
-                args = (np.asarray(x[b, :t], np.float32) for x in (q[:, turn * CHUNK :], k, v))
+                args = (np.asarray(x[b, :t], np.float32) for x in (q[:, half * CHUNK :], k, v))
                 wanted = oracles[layer].prefill(*args)
                 got = np.asarray(out[layer, b, :t], np.float32)
                 np.testing.assert_allclose(got, wanted, rtol=0, atol=TOLERANCE[dtype])

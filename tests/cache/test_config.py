@@ -48,10 +48,6 @@ def test_full_precision():
         CacheConfig.full().page_format(64)
 
 
-def test_every_name_has_its_constructor():
-    assert all(isinstance(cache_from_name(name), CacheConfig) for name in CACHE_NAMES)
-
-
 def test_an_unknown_name_lists_the_known():
     with pytest.raises(ValueError, match="unknown cache 'kity'") as info:
         cache_from_name("kity")
@@ -62,18 +58,26 @@ def test_an_unknown_name_lists_the_known():
     "change, message",
     [
         ({"sink": -1}, "sink must be a whole number of tokens, 0 or more, got -1"),
-        ({"sink": 1.5}, "sink must be a whole number of tokens, 0 or more, got 1.5"),
         ({"window": -128}, "window must be .* got -128"),
         ({"page": 100}, "page must be a positive multiple of 16 tokens, got 100"),
         ({"page": 0}, "page must be a positive multiple of 16 tokens, got 0"),
         ({"boost": 1.25}, "boost is a fraction of the key channels from 0 to 1, got 1.25"),
-        ({"boost": -0.1}, "boost is a fraction .* got -0.1"),
         ({"boost": float("nan")}, "boost is a fraction .* got nan"),
         ({"value_bits": 3}, "value_bits must be 2 or 4, got 3"),
         ({"selection": "largest"}, "selection must be one of magnitude, variance, range, random"),
         ({"key_shrink": ()}, "key_shrink must be one or more factors above 0 and up to 1"),
         ({"key_shrink": (1.0, 0.0)}, "key_shrink must be one or more factors"),
         ({"key_shrink": [1.5]}, "key_shrink must be one or more factors"),
+        ({"page": 32.0}, "page must be a whole number of tokens"),
+        ({"value_bits": 2.0}, "value_bits must be a whole number of bits"),
+        ({"sink": True}, "sink must be a whole number of tokens"),
+        ({"boost": "0.5"}, "boost is a fraction"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"selection": 3}, "selection must be a name"),
+        ({"selection": (1.5, 2)}, "selection must be a name"),
+        ({"key_shrink": 0.8}, "key_shrink must be a tuple of factors"),
+        ({"rotate_values": 1}, "rotate_values must be True or False"),
+        ({"quantized": False, "boost": 0.5, "window": 64}, "nothing to set, got a change of window, boost"),
     ],
 )
 def test_refused_at_construction(change, message):
@@ -109,20 +113,6 @@ def test_head_sizes_of_the_models(head_dim):
     assert CacheConfig.kitty_pro().page_format(head_dim).boosted == head_dim // 4
 
 
-@pytest.mark.parametrize("listed", [[3, 1], (3, 1), np.array([3, 1])])
-def test_a_list_of_channels_in_any_form(listed):
-    config = CacheConfig.kitty(selection=listed)
-    assert config.selection == (3, 1)
-    assert config.channel_lists() == ((3, 1),)
-    assert hash(config)
-
-
-def test_a_list_for_each_head():
-    config = CacheConfig.kitty(selection=np.array([[0, 1], [4, 5]]))
-    assert config.channel_lists() == ((0, 1), (4, 5))
-    assert CacheConfig.kitty().channel_lists() == ()
-
-
 def test_layers():
     kitty, full = CacheConfig.kitty(), CacheConfig.full()
     assert layer_configs("kitty", 2) == (kitty, kitty)
@@ -138,30 +128,13 @@ def test_layers():
         layer_configs(["kit", "full"], 2)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"page": 32.0}, "page must be a whole number of tokens"),
-        ({"value_bits": 2.0}, "value_bits must be a whole number of bits"),
-        ({"sink": True}, "sink must be a whole number of tokens"),
-        ({"boost": "0.5"}, "boost is a fraction"),
-        ({"seed": 1.5}, "seed must be a whole number"),
-        ({"selection": 3}, "selection must be a name"),
-        ({"selection": (1.5, 2)}, "selection must be a name"),
-        ({"key_shrink": 0.8}, "key_shrink must be a tuple of factors"),
-        ({"rotate_values": 1}, "rotate_values must be True or False"),
-        ({"quantized": False, "boost": 0.5, "window": 64}, "nothing to set, got a change of window, boost"),
-    ],
-)
-def test_values_of_the_wrong_type_are_refused(changes, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        CacheConfig(**changes)
-
-
 def test_lists_of_channels_become_tuples() -> None:
     config = CacheConfig(selection=([1, 2], np.array([3, 4])), boost=0.125, key_shrink=np.array([1.0, 0.5]))
     assert config.selection == ((1, 2), (3, 4))
     assert config.key_shrink == (1.0, 0.5)
+    assert config.channel_lists() == ((1, 2), (3, 4))
+    assert CacheConfig(selection=np.array([3, 1])).channel_lists() == ((3, 1),)
+    assert CacheConfig.kitty().channel_lists() == ()
     assert hash(config) == hash(CacheConfig(selection=((1, 2), (3, 4)), key_shrink=(1.0, 0.5)))
 
 

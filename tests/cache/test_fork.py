@@ -47,7 +47,7 @@ def _check_pool(state):
     assert sorted(free) == np.flatnonzero(held == 0).tolist()
 
 
-@pytest.mark.parametrize("length", [2, 4, 19, 20, 36, 37, 58])
+@pytest.mark.parametrize("length", [2, 20, 37, 58])
 def test_a_fork_goes_on_by_itself(length):
     """Copies hold the source's tokens in the source's pages; then each grows with its own text, like the oracle."""
     state = _grow(_empty(), [length, 0, 21, 0], [0, 1, 2, 3], by_token=False)
@@ -133,11 +133,15 @@ def test_fork_without_a_pool_is_refused():
         fork(_empty(), jnp.array([0]), jnp.array([1, 2]))
 
 
-@pytest.mark.parametrize("name", ["full", "kitty_pro"])
-def test_samples_are_what_each_would_be_alone(name):
-    options = {"cache": small_cache(name), "max_new_tokens": 40, "capacity": 96, "sampler": Sampling(temperature=1.2)}
+def test_samples_are_what_each_would_be_alone():
+    options = {
+        "cache": small_cache("kitty_pro"),
+        "max_new_tokens": 20,
+        "capacity": 96,
+        "sampler": Sampling(temperature=1.2),
+    }
     result = generate(tiny_model(), PROMPTS, seed=5, samples=3, **options)
-    assert result.tokens.shape == (9, 40)
+    assert result.tokens.shape == (9, 20)
     rows = result.sequences()
     assert len({tuple(row) for row in rows}) == 9
     repeated = [prompt for prompt in PROMPTS for _ in range(3)]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kitty_jax.cache.config import CACHE_NAMES, CacheConfig
+from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.full_cache import FullCache
 from kitty_jax.cache.state import KVShape, init_state, nbytes, pages_per_sequence
 from kitty_jax.pallas_kernels.page_format import PageFormat
@@ -14,7 +14,7 @@ SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, dtype=jnp.bfloat16)
 PARTS = ["key_codes", "key_metadata", "value_codes", "value_metadata", "sink", "key_tail", "value_window"]
 
 
-@pytest.mark.parametrize("name, pool_pages", [(n, None) for n in CACHE_NAMES] + [(n, 5) for n in CACHE_NAMES[1:]])
+@pytest.mark.parametrize("name, pool_pages", [("full", None), ("kitty_plus", None), ("kivi4", 5)])
 def test_nbytes_is_what_the_arrays_occupy(name, pool_pages):
     state = init_state(name, SHAPE, batch=2, capacity=700, pool_pages=pool_pages)
     report = nbytes(state)
