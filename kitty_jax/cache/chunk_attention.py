@@ -13,7 +13,6 @@ from jax import Array
 
 from kitty_jax.cache.dense_attention import partial_dense_attention
 from kitty_jax.pallas_kernels.dequantize import dequantize_pages
-from kitty_jax.pallas_kernels.implementation import Implementation
 from kitty_jax.pallas_kernels.page_format import LayerKV
 from kitty_jax.pallas_kernels.partials import Partial, finish, merge
 
@@ -34,15 +33,12 @@ def chunk_attention(
     page_table: Array,
     lengths: Array,
     num_new: Array,
-    *,
-    implementation: Implementation = "auto",
 ) -> Array:
     """The same as ``decode_attention`` with the same arguments, for many new tokens: [B, T, N, D] in q's dtype.
 
     Keys and values of pages are rounded to q's dtype.
     """
     del num_new  # padding comes last: the causal mask hides it from the real tokens
-    del implementation  # XLA does all of it
     total = partial_dense_attention(q, new_keys, new_values, None)
     total = merge(total, _buffers(q, kv, lengths))
     if page_table.shape[1]:

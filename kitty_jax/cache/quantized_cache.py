@@ -76,10 +76,11 @@ class QuantizedCache(LayerCache):
 
     def attend(self, step: Step, q: Array, k: Array, v: Array) -> Array:
         """See :meth:`.LayerCache.attend`."""
-        attention = chunk_attention if is_long(q, k) else decode_attention
-        facts = (step.page_table, step.lengths, step.num_new)
         own = self.take_rows(step.rows).kv
-        return self._rotate(attention(q, k, self._rotate(v), own, *facts, implementation=step.implementation))
+        arguments = (q, k, self._rotate(v), own, step.page_table, step.lengths, step.num_new)
+        if is_long(q, k):
+            return self._rotate(chunk_attention(*arguments))
+        return self._rotate(decode_attention(*arguments, implementation=step.implementation))
 
     def append(self, step: Step, q: Array | None, k: Array, v: Array) -> QuantizedCache:
         """See :meth:`.LayerCache.append`. q may be None where the config does not weigh channels by the queries."""

@@ -160,7 +160,7 @@ def init_state(
 
 
 def constrain(state: KVState) -> KVState:
-    """The same state, each array split over the state's mesh as :func:`.placement.partition_specs` says."""
+    """The same state, each array split over the state's mesh as :func:`.mesh.partition_specs` says."""
     return state if state.mesh is None else constrain_to(state.mesh, state, state_specs(state))
 
 
@@ -174,7 +174,7 @@ def state_specs(state: KVState) -> KVState:
 def nbytes(state: KVState) -> dict[str, int]:
     """Bytes of a state by part, exactly what its arrays occupy. Takes the result of ``jax.eval_shape`` too.
 
-    Keys: ``key_codes``, ``key_metadata`` (scale, min, boosted channels, grid, exponent, padding), ``value_codes``,
+    Keys: ``key_codes``, ``key_metadata`` (scale, min, boosted channels, exponent, padding), ``value_codes``,
     ``value_metadata``, ``sink``, ``key_tail``, ``value_window``, ``query_statistic``, ``full_precision``, ``tables``
     (page table, lengths, pool), and their sum ``total``.
     """

@@ -128,8 +128,9 @@ def test_the_loop_over_a_history_begins_with_no_constant():
     _, heads, _, dim = kv.tail_keys.shape
     q, new = jnp.zeros((1, 64, 2 * heads, dim), kv.tail_keys.dtype), jnp.zeros((1, 64, heads, dim), kv.tail_keys.dtype)
 
-    run = functools.partial(chunk_attention, implementation="xla")
-    made = jax.make_jaxpr(run)(q, new, new, kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32)).jaxpr
+    made = jax.make_jaxpr(chunk_attention)(
+        q, new, new, kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32)
+    ).jaxpr
     (loop,) = [e for e in primitives(made, ("while",)) if any(x.aval.shape == q.shape for x in e.outvars)]
     makers = {x: e.primitive.name for e in made.eqns for x in e.outvars}
     begins = [makers[x] for x in loop.invars if x.aval.shape == q.shape and x in makers]
@@ -179,7 +180,7 @@ def test_history_equals_attention_over_the_packed_pages(dtype, chunk):
     new_keys, new_values = random_kv(5, b, chunk, 2, 16, dtype=dtype)
     facts = (state.layers[0].kv, state.page_table, lengths, jnp.full(b, chunk, jnp.int32))
     wanted = jax.jit(functools.partial(decode_attention, implementation="xla"))(q, new_keys, new_values, *facts)
-    got = jax.jit(functools.partial(chunk_attention, implementation="xla"))(q, new_keys, new_values, *facts)
+    got = jax.jit(chunk_attention)(q, new_keys, new_values, *facts)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(np.float32(got), np.float32(wanted), atol=tolerance, rtol=tolerance)
     assert got.dtype == dtype

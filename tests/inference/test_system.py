@@ -44,7 +44,7 @@ def test_the_workspace_of_a_piece_does_not_grow_with_its_history():
 
         def piece(q, k, v, state):
             facts = (state.layers[0].kv, state.page_table, state.lengths, jnp.full(1, 64, jnp.int32))
-            return chunk_attention(q, k, v, *facts, implementation="xla")
+            return chunk_attention(q, k, v, *facts)
 
         make = lambda: init_state(config, KVShape(1, 2, 16, jnp.float32), batch=1, capacity=4 + 16 * pages)  # noqa: E731
         arrays = [jax.ShapeDtypeStruct((1, 64, heads, 16), jnp.float32) for heads in (4, 2, 2)]
