@@ -88,8 +88,8 @@ def test_refused_at_construction(change, message):
 @pytest.mark.parametrize(
     "config, head_dim, message",
     [
-        (CacheConfig.kitty(), 20, "boost 0.125 of head size 20 is 2.5 channels, not a whole number; use 2/20 = 0.1"),
-        (CacheConfig.kitty(boost=0.1), 128, "12.8 channels, not a whole number; use 13/128"),
+        (CacheConfig.kitty(), 20, "head_dim must be a multiple of 16 from 16 to 256, got 20"),  # before the boost
+        (CacheConfig.kitty(boost=0.1), 128, "12.8 channels, not a whole number; use 13/128 = 0.101562"),
         (CacheConfig.kivi2(), 72, "head_dim must be a multiple of 16 from 16 to 256, got 72"),
         (CacheConfig.kivi2(), 512, "head_dim must be a multiple of 16 from 16 to 256, got 512"),
         (
@@ -142,9 +142,3 @@ def test_lists_of_channels_become_tuples() -> None:
 def test_what_is_no_cache_is_refused(cache) -> None:
     with pytest.raises(ValueError, match="cache"):
         layer_configs(cache, 1)
-
-
-def test_a_head_size_of_no_format_is_refused_before_the_boost() -> None:
-    """No advice on a boost that the head size would refuse as well."""
-    with pytest.raises(ValueError, match="head_dim must be a multiple of 16 from 16 to 256, got 100"):
-        CacheConfig.kitty(boost=0.13).page_format(100)
