@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.checkpoint_source import CheckpointError, CheckpointSource
+from kitty_jax.models.decoder import DTYPES, Decoder, DecoderConfig
 from kitty_jax.models.hf_config import config_from_hf
 from kitty_jax.models.params import Index, Target, abstract_params, hf_targets, may_ignore, model_from_params
 from kitty_jax.models.sharding import param_shardings
 
 Progress = Callable[[int, int, str], None]
-DTYPES = ("float32", "bfloat16", "float16")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -30,7 +30,7 @@ def load_model(
     dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     progress: Progress | None = None,
-) -> Any:
+) -> Decoder:
     """A model with the weights of a checkpoint on this machine (nothing is downloaded).
 
     path: a Hugging Face directory (config.json; model.safetensors, or shards with model.safetensors.index.json) or a
@@ -77,7 +77,7 @@ class CheckpointPlan:
     """A checkpoint whose config and tensor names, shapes and dtypes are checked, and whose data is still unread."""
 
     source: CheckpointSource
-    config: Any
+    config: DecoderConfig
     targets: dict[str, Target]
 
     def tensors(self, progress: Progress | None = None) -> Iterator[tuple[str, np.ndarray]]:
@@ -153,7 +153,7 @@ def _dtype(dtype: Any, what: str = "dtype") -> np.dtype:
     return jnp.dtype(name)
 
 
-def _check_tensors(source: CheckpointSource, config: Any, targets: dict[str, Target]) -> None:
+def _check_tensors(source: CheckpointSource, config: DecoderConfig, targets: dict[str, Target]) -> None:
     missing = [name for name in targets if name not in source.shapes]
     surplus = sorted(name for name in source.shapes if name not in targets and not may_ignore(config, name))
     misshapen = [

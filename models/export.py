@@ -54,9 +54,7 @@ def convert_checkpoint(
         raise ValueError(f"max_shard_bytes must be positive, got {max_shard_bytes}")
     _check_destination(source, destination, force)  # before the source is opened, which can take long
     plan = plan_checkpoint(source, dtype=dtype)
-    rebuilt = (
-        load_tokenizer(source) if tokenizer and source.is_file() else None
-    )  # fails, if it does, before anything is written
+    rebuilt = load_tokenizer(source) if tokenizer and source.is_file() else None  # may fail: nothing is written yet
     destination.mkdir(parents=True, exist_ok=True)
     # What is left of an earlier checkpoint would be read in place of, or mixed with, the new one.
     stale = [destination / name for name in (CONFIG, INDEX, GENERATION_CONFIG, *TOKENIZER_FILES)]

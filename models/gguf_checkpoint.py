@@ -123,10 +123,6 @@ class GgufCheckpoint:
             "dtype": "float32",
         }
         config["rope_scaling"] = self._rope_scaling(head_dim, config["rope_theta"])
-        if self.architecture != "qwen2":  # qwen2 always has biases on q, k and v, and no key to say so
-            config["attention_bias"] = any(name.endswith("self_attn.q_proj.bias") for name in self.shapes)
-        if self.architecture == "llama":
-            config["mlp_bias"] = any(name.endswith("mlp.up_proj.bias") for name in self.shapes)
         for key in ("bos_token_id", "eos_token_id"):
             if (token := self._metadata.get(f"tokenizer.ggml.{key}")) is not None:
                 config[key] = token

@@ -35,7 +35,7 @@ TOKENS = jnp.arange(12).reshape(2, 6) * 5 % 64
 POSITIONS = jnp.broadcast_to(jnp.arange(6), (2, 6))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dtypes_follow_the_config_and_logits_are_float32(dtype):
     model = random_model(dataclasses.replace(TINY, dtype=dtype))
     seen = []
