@@ -219,6 +219,21 @@ def test_unsupported_metadata_is_refused(tmp_path, metadata, message):
         load_model(tmp_path / "m.gguf")
 
 
+def test_files_that_contradict_themselves_or_hold_no_model(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "qwen3", drop=("token_embd.weight",))
+    with pytest.raises(GgufError, match=r"'token_embd\.weight' is missing"):
+        load_model(tmp_path / "m.gguf")
+    metadata = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    write_gguf(tmp_path / "m.gguf", "llama3", metadata=metadata, extra=divisors(LLAMA3))
+    with pytest.raises(GgufError, match=r"both rope_freqs\.weight and rotary scaling of type 'linear'"):
+        load_model(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", "qwen3", metadata={"general.alignment": 0})
+    with pytest.raises(GgufError, match=r"general\.alignment = 0"):
+        load_model(tmp_path / "m.gguf")
+    write_gguf(tmp_path / "m.gguf", "qwen3", metadata={"qwen3.attention.head_count_kv": [2, 2]})
+    assert plan_checkpoint(tmp_path / "m.gguf").config.num_kv_heads == 2
+
+
 def test_missing_surplus_and_misshapen_tensors_are_named_at_once(tmp_path):
     write_gguf(
         tmp_path / "m.gguf",
