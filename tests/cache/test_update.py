@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kitty_jax.cache import flush as flush_module
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.flush import flush
 from kitty_jax.cache.quantized_cache import QuantizedCache
@@ -166,3 +167,11 @@ def test_ordered_changes_nothing():
     for value in (0, 1, -1, jnp.nan, jnp.inf, -jnp.inf):
         after = jnp.full((1, 1, 4, 2), value, jnp.bfloat16)
         assert differences(jax.jit(ordered)(x, after), x) == []
+
+
+@pytest.mark.parametrize("page, by_kernel", [(128, True), (16, False)])
+def test_the_kernel_is_chosen_with_the_page_format(monkeypatch, page, by_kernel):
+    """Where the kernel does not take a format, the reference takes a few rows at a time, on a GPU too."""
+    monkeypatch.setattr(flush_module, "choose", lambda implementation, reason: "xla" if reason else "mosaic")
+    (layer,) = init_state(CacheConfig.kitty(page=page), KVShape(1, 1, 128, jnp.bfloat16), batch=1, capacity=8).layers
+    assert flush_module._by_kernel(layer, "auto") == by_kernel
