@@ -10,7 +10,7 @@ import numpy as np
 
 from kitty_jax.models.checkpoint import CheckpointPlan, Progress, plan_checkpoint
 from kitty_jax.models.checkpoint_source import CheckpointError
-from kitty_jax.models.registry import config_to_hf
+from kitty_jax.models.hf_config import config_to_hf
 from kitty_jax.models.safetensors_dir import CONFIG, INDEX, WEIGHTS, write_safetensors
 from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
 

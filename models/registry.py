@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kitty_jax.models.decoder import Decoder, DecoderConfig
-from kitty_jax.models.hf_config import FAMILIES, config_from_hf, config_to_hf
-from kitty_jax.models.params import abstract_params, model_from_params, params_of
+from kitty_jax.models.hf_config import FAMILIES
+from kitty_jax.models.params import abstract_params, model_from_params
 from kitty_jax.models.rope import RopeConfig
 from kitty_jax.models.sharding import param_shardings, partition_spec
-
-__all__ = ["CONFIGS", "CONFIG_NAMES", "config_from_hf", "config_from_name", "config_to_hf", "params_of", "random_model"]
 
 BLOCK_ELEMENTS = 2**24  # random numbers drawn at a time
 

@@ -38,7 +38,8 @@ from kitty_jax.cache.spec import caches_from_spec
 from kitty_jax.cache.steps import FunctionalModel, functional
 from kitty_jax.inference.memory_plan import KVPlan
 from kitty_jax.inference.prompts import BUCKET
-from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_to_hf, random_model
+from kitty_jax.models.hf_config import config_from_hf, config_to_hf
+from kitty_jax.models.registry import CONFIG_NAMES, random_model
 from scripts.bench_decode import DecodeLoop, Prompts
 from scripts.bench_generate_table import document, figure, saved, tables
 from scripts.command_line import CACHES, Parser, memory, run_command, whole, whole_numbers

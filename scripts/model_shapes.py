@@ -11,8 +11,9 @@ from jax.sharding import AbstractMesh
 
 from kitty_jax.models.checkpoint import plan_checkpoint
 from kitty_jax.models.decoder import DecoderConfig
+from kitty_jax.models.hf_config import config_from_hf
 from kitty_jax.models.params import abstract_params
-from kitty_jax.models.registry import CONFIG_NAMES, config_from_hf, config_from_name
+from kitty_jax.models.registry import CONFIG_NAMES, config_from_name
 from kitty_jax.models.sharding import param_sharding
 
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from kitty_jax.models.decoder import DecoderConfig
+from kitty_jax.models.hf_config import config_to_hf
 from kitty_jax.models.params import hf_tensors
-from kitty_jax.models.registry import config_to_hf, random_model
+from kitty_jax.models.registry import random_model
 from kitty_jax.models.safetensors_dir import CONFIG, WEIGHTS, write_safetensors
 from kitty_jax.models.tokenizer import import_transformers
 from kitty_jax.research.tasks.lookup import Lookup

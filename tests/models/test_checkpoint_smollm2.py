@@ -15,7 +15,8 @@ from flax import nnx
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import causal_attend
 from kitty_jax.models.export import convert_checkpoint
-from kitty_jax.models.registry import config_from_name, params_of
+from kitty_jax.models.params import params_of
+from kitty_jax.models.registry import config_from_name
 from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
 
 PROMPT, PROMPT_IDS = "The capital of France is", [504, 3575, 282, 4649, 314]

@@ -7,8 +7,9 @@ from pathlib import Path
 import jax.numpy as jnp
 from safetensors.numpy import save_file
 
+from kitty_jax.models.hf_config import config_to_hf
 from kitty_jax.models.params import hf_tensors
-from kitty_jax.models.registry import config_from_name, config_to_hf, random_model
+from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.tokenizer import load_tokenizer
 from tests.models.checkpoint_files import byte_level_tokenizer, write_gguf
 

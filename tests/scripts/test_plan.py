@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from kitty_jax.cache.config import CACHE_NAMES
-from kitty_jax.models.registry import config_to_hf
+from kitty_jax.models.hf_config import config_to_hf
 from scripts import plan as script
 from scripts.model_shapes import read_shape
 from tests.scripts.tiny_shape import error_of

@@ -4,7 +4,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from kitty_jax.models.registry import config_from_name, config_to_hf
+from kitty_jax.models.hf_config import config_to_hf
+from kitty_jax.models.registry import config_from_name
 
 SIZES = {"embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "vocab_size": 64}
 TINY = dataclasses.replace(config_from_name("qwen3-0.6b"), num_layers=2, **SIZES)
