@@ -48,7 +48,8 @@ def _append_and_attend(state, keys, values, num_new, q, k, v):
 
 BOUNDARY_CASES = [("kitty-pro", 128), ("kitty-pro:sink=4,page=16,window=16", 64)]
 BOUNDARY_CASES += [(f"{name}:page=16,window=16", 32) for name in ("kivi2", "kivi4")]
-BOUNDARY_CASES += [(f"{name}:sink=4,page=16,window=16", 32) for name in ("k2v4", "k4v2")]
+# In a ring of 40 slots a page that waits for its values' quantization goes over the end.
+BOUNDARY_CASES += [("k2v4:sink=4,page=16,window=16", 32), ("k4v2:sink=4,page=16,window=24", 32)]
 
 
 @pytest.mark.parametrize("spec, head_dim", BOUNDARY_CASES)
