@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.attention import Step, attend_fresh, attend_token
+from kitty_jax.cache.chunk_attention import is_long
 from kitty_jax.cache.config import CacheConfig
+from kitty_jax.cache.dense_attention import causal_attention
 from kitty_jax.cache.rotation import hadamard, rotate
 from kitty_jax.cache.state import KVShape, init_state
 from kitty_jax.research.fake_quantize import fake_quantize_values
@@ -38,6 +40,18 @@ def test_prompts_and_tokens_cache_rotated_values():
     want = jnp.swapaxes(rotate(v), 1, 2)
     np.testing.assert_allclose(layer.kv.sink_values[:, :, :4], want[:, :, :4], atol=1e-6)
     np.testing.assert_allclose(layer.kv.ring_values[:, :, :5], want[:, :, 4:], atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [8, 70])
+def test_what_is_attended_comes_back_unrotated(tokens):
+    """Short and long chunks, which two functions attend."""
+    config = CacheConfig.kitty_plus(sink=4, page=16, window=16)
+    state = init_state(config, KVShape(1, 2, 16, jnp.float32), batch=1, capacity=80)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, tokens, heads, 16)), jnp.float32) for heads in (4, 2, 2))
+    step = Step(state.lengths, jnp.array([tokens], jnp.int32), state.page_table)
+    assert is_long(q, k) == (tokens > 64)
+    np.testing.assert_allclose(state.layers[0].attend(step, q, k, v), causal_attention(q, k, v), atol=1e-5)
 
 
 def test_a_channel_that_stands_out_costs_less():
