@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 
-from kitty_jax.inference.detokenize import encode_prompts
 from kitty_jax.research.tasks import humaneval, programs
 from kitty_jax.research.tasks.results import open_results
 from scripts.task_runs import (
-    Checkpoint,
-    Item,
+    ItemTask,
     Progress,
     add_item_arguments,
     answer_items,
-    caches_of,
     digest,
     file_name,
-    protocol_of,
     say,
     write_summary,
 )
@@ -38,35 +35,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-mb", type=int, default=2048, help="of a program (default: %(default)s)")
 
 
+TASK = ItemTask(
+    name="humaneval",
+    load=humaneval.load_tasks,
+    key=lambda task: task.task_id,
+    prompt=lambda task, chat: humaneval.chat_prompt(task) if chat else task.prompt,
+    prompt_settings=lambda chat: f"chat {digest(humaneval.INSTRUCTION.encode())}" if chat else "text",
+    row=lambda task, text, chat: {"program": humaneval.program_of(task, text, chat)},
+    stops=humaneval.STOPS,
+)
+
+
 def run(arguments: argparse.Namespace) -> None:
-    caches_of(arguments.cache), protocol_of(arguments)  # refused before anything is read
     limits = programs.Limits(arguments.seconds, arguments.memory_mb)
-    tasks = {t.task_id: t for t in humaneval.load_tasks(arguments.file, arguments.offset, arguments.items)}
-    checkpoint = Checkpoint(arguments)
-    chat = checkpoint.wants_chat(arguments.prompt)
-    texts = [humaneval.chat_prompt(t) if chat else t.prompt for t in tasks.values()]
-    ids = encode_prompts(checkpoint.tokenizer, texts, chat=chat)
-    items = [Item(name, arguments.offset + i, row) for i, (name, row) in enumerate(zip(tasks, ids, strict=True))]
-
-    def row_of(item, got) -> dict:
-        return {"program": humaneval.program_of(tasks[item.name], got.text, chat)}
-
-    settings = {
-        "task": "humaneval",
-        "data": digest(arguments.file.read_bytes()),
-        "prompt": f"chat {digest(humaneval.INSTRUCTION.encode())}" if chat else "text",
-    }
-    rows = answer_items(arguments, checkpoint, items, settings, row_of, () if chat else humaneval.STOPS)
+    rows = answer_items(arguments, TASK)
     if not arguments.run_programs:
         say(f"programs are in {arguments.out}; the same command with --run-programs runs them")
         return
+    tasks = {task.task_id: task for task in humaneval.load_tasks(arguments.file)}
     for name, answers in rows.items():
         outcomes = arguments.out / f"{file_name(name)}.programs.jsonl"
         rows[name] = run_programs(outcomes, Progress(f"{name}, programs"), answers, tasks, limits)
     write_summary(arguments.out, rows)
 
 
-def run_programs(path, progress: Progress, rows: list[dict], tasks: dict, limits: programs.Limits) -> list[dict]:
+def run_programs(path: Path, progress: Progress, rows: list[dict], tasks: dict, limits: programs.Limits) -> list[dict]:
     """The rows with "correct": whether the row's program passes its task's test. Outcomes are kept in a file."""
     out = []
     with open_results(path, {"task": "humaneval programs", **dataclasses.asdict(limits)}) as results:

@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="TASK",
-        help=f"tasks of the harness. By the paper's protocol: {', '.join(PRESETS)}. Others keep their own settings "
-        "unless an option of generation is given",
+        help=f"the paper's protocol: {', '.join(PRESETS)}; others keep their settings but for options of generation",
     )
     parser.add_argument("--include-path", type=Path, help="folder of task files (YAML) of your own")
     parser.add_argument("--out", type=Path, required=True, help="folder for answers, results and the summary")
@@ -111,16 +110,10 @@ def run_task(arguments, checkpoint, manager, task: str, protocol: Protocol | Non
         generation = {"do_sample": not protocol.greedy, **protocol.settings()}
         generation["max_gen_toks"] = generation.pop("max_new_tokens")
     # What decides an answer to a prompt; limit and examples decide which prompts there are.
-    answer_settings = {
-        "task": task,
-        **checkpoint.settings(),
-        "generation": generation,
-        "seed": seed,
-        "max_length": arguments.max_length,
-        "cache": cache_settings(cache),
-    }
-    settings = {**answer_settings, "limit": arguments.limit, "num_fewshot": arguments.num_fewshot, "chat": chat}
-    settings = plain({**settings, "scoring": arguments.scoring, "run_programs": arguments.run_programs})
+    answer_settings = checkpoint.settings() | {"task": task, "generation": generation, "seed": seed}
+    answer_settings |= {"max_length": arguments.max_length, "cache": cache_settings(cache)}
+    others = {n: getattr(arguments, n) for n in ("limit", "num_fewshot", "scoring", "run_programs")}
+    settings = plain({**answer_settings, **others, "chat": chat})
     folder, stem = arguments.out / task, f"{file_name(name)}.{repeat}"
     target = folder / f"{stem}.json"
     if target.is_file():
@@ -154,8 +147,8 @@ def run_task(arguments, checkpoint, manager, task: str, protocol: Protocol | Non
             confirm_run_unsafe_code=arguments.run_programs,
             bootstrap_iters=0,
         )
-    results = {key: value for metrics in got["results"].values() for key, value in metrics.items()}
-    results = {k: v for k, v in results.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    figures = {key: value for metrics in got["results"].values() for key, value in metrics.items()}
+    results = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
     write_json(target, {"settings": settings, "results": results, "samples": plain(got.get("samples", {}))})
     say(f"{task}, {name}, repeat {repeat}: " + ", ".join(f"{k} {v:.4f}" for k, v in results.items()))
     return results

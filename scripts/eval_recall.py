@@ -45,51 +45,44 @@ def run(arguments: argparse.Namespace) -> None:
     checkpoint = Checkpoint(arguments)
     encode = functools.cache(checkpoint.encode)
     maker = recall.Cases(encode, recall.sentences_of(text), *ends_of_a_message(checkpoint, arguments.chat))
-    places = list(itertools.product(sorted(set(arguments.lengths)), sorted(set(arguments.depths))))
+    lengths, depths = sorted(set(arguments.lengths)), sorted(set(arguments.depths))
     cases = [
         maker.make(arguments.task, length, depth, arguments.seed + trial)
-        for length, depth in places
-        for trial in range(arguments.trials)
+        for length, depth, trial in itertools.product(lengths, depths, range(arguments.trials))
     ]
     recall.shape_of(cases, checkpoint.config.max_position, arguments.new_tokens)
-    results = {}
-    for name, cache in caches.items():
+    results = {name: {"items": [], "cells": []} for name in caches}
+    rows = []
+    for (name, cache), length in itertools.product(caches.items(), lengths):
+        group = [case for case in cases if case.length == length]
+        answers = recall.ask(
+            checkpoint.model,
+            group,
+            cache,
+            new_tokens=arguments.new_tokens,
+            batch=min(arguments.batch, len(group)),
+            shape=recall.shape_of(group),
+            one_prompt=arguments.one_prompt,
+            implementation=arguments.implementation,
+        )
         items = []
-        for length, group in itertools.groupby(cases, key=lambda case: case.length):
-            group = list(group)
-            answers = recall.ask(
-                checkpoint.model,
-                group,
-                cache,
-                new_tokens=arguments.new_tokens,
-                batch=min(arguments.batch, len(group)),
-                shape=recall.shape_of(group),
-                one_prompt=arguments.one_prompt,
-                implementation=arguments.implementation,
-            )
-            for case, text in zip(group, map(checkpoint.decode, answers), strict=True):
-                tokens, correct = len(case.context) + len(case.question), recall.matches(text, case.answer)
-                row = {"length": length, "tokens": tokens, "depth": case.depth, "wanted": case.answer}
-                items.append({**row, "text": text, "correct": correct})
-            right = [item["correct"] for item in items if item["length"] == length]
-            say(f"{name}, {length} tokens: {sum(right)} of {len(right)}")
-        cells = [
-            {"length": n, "depth": d, **share([i for i in items if (i["length"], i["depth"]) == (n, d)])}
-            for n, d in places
-        ]
-        overall = share(items)
-        interval = list(wilson(overall["correct"], overall["trials"]))
-        results[name] = {**overall, "interval": interval, "cells": cells, "items": items}
+        for case, text in zip(group, map(checkpoint.decode, answers), strict=True):
+            tokens, correct = len(case.context) + len(case.question), recall.matches(text, case.answer)
+            row = {"length": length, "tokens": tokens, "depth": case.depth, "wanted": case.answer}
+            items.append({**row, "text": text, "correct": correct})
+        by_depth = {d: share([item for item in items if item["depth"] == d]) for d in depths}
+        result, all_of = results[name], share(items)
+        result["items"] += items
+        result["cells"] += [{"length": length, "depth": d, **by_depth[d]} for d in depths]
+        say(f"{name}, {length} tokens: {all_of['correct']} of {all_of['trials']}")
+        shares = [f"{100 * by_depth[d]['accuracy']:.0f}" for d in depths]
+        rows.append([name, length, *shares, f"{100 * all_of['accuracy']:.0f} % of {all_of['trials']}"])
+    for result in results.values():
+        result |= share(result["items"])
+        result["interval"] = list(wilson(result["correct"], result["trials"]))
     setup = {n: getattr(arguments, n) for n in ("task", "trials", "new_tokens", "chat", "one_prompt", "seed")}
     write_json(arguments.json, {"setup": setup, "caches": results})
-    rows = []
-    for name, result in results.items():
-        for length, cells in itertools.groupby(result["cells"], key=lambda cell: cell["length"]):
-            cells = list(cells)
-            all_of = share([item for item in result["items"] if item["length"] == length])
-            shares = [f"{100 * cell['accuracy']:.0f}" for cell in cells]
-            rows.append([name, length, *shares, f"{100 * all_of['accuracy']:.0f} % of {all_of['trials']}"])
-    print(markdown(["cache", "tokens", *(f"depth {d:g}" for d in sorted(set(arguments.depths))), "all"], rows))
+    print(markdown(["cache", "tokens", *(f"depth {d:g}" for d in depths), "all"], rows))
 
 
 def share(items: list[dict]) -> dict:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from pathlib import Path
 
 from kitty_jax.cache.spec import caches_from_spec
@@ -45,10 +46,9 @@ def run(arguments: argparse.Namespace) -> None:
         on_row=lambda rows: write_json(arguments.json, rows),
     )
     header = ["cache", "bits", "with buffers", "NLL", "perplexity", "KL", "top-1 agreement", "attention error"]
+    digits = {"bits": 2, "bits_with_buffers": 2, "nll": 4, "ppl": 3, "kl": 4, "top1": 3, "error": 3}
     rows = []
     for name, row in results.items():
-        error = sum(row["attn_rel_err"]) / len(row["attn_rel_err"])
-        bits = [name, f"{row['bits']:.2f}", f"{row['bits_with_buffers']:.2f}"]
-        rows.append([*bits, f"{row['nll']:.4f}", f"{row['ppl']:.3f}", f"{row['kl']:.4f}", f"{row['top1']:.3f}"])
-        rows[-1].append(f"{error:.3f}")
+        figures = {**row, "error": statistics.fmean(row["attn_rel_err"])}
+        rows.append([name, *(f"{figures[key]:.{places}f}" for key, places in digits.items())])
     print(markdown(header, rows))

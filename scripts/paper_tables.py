@@ -22,17 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
 
 from kitty_jax.cache.spec import cache_from_spec
-from kitty_jax.research.tasks.paper import (
-    PAPER,
-    SOURCE,
-    TABLES,
-    TASKS,
-    Cell,
-    Table,
-    mean_cell,
-    paper_mean,
-    read_cell,
-)
+from kitty_jax.research.tasks import paper
+from kitty_jax.research.tasks.paper import PAPER, TABLES, TASKS, Cell, Table
 from scripts.command_line import Parser, run_command
 from scripts.tables import markdown, percent, write_json
 from scripts.task_runs import file_name
@@ -81,20 +72,18 @@ def commands(options: argparse.Namespace, table: Table) -> dict[str, list[str]]:
     for key in table.tasks:
         task = TASKS[key]
         words = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), task.command, "--model", str(options.model)]
-        if task.command == "lm-eval":
+        of_harness = task.command == "lm-eval"
+        if of_harness:
             words += ["--tasks", task.name, "--out", str(options.out / "lm_eval")]
-            limit = "--limit"
         else:
             words += ["--file", str(getattr(options, f"{key}_file")), "--out", str(options.out / task.name)]
-            limit = "--items"
-            if key == "humaneval" and options.run_programs:
-                words.append("--run-programs")
-        words += [] if options.items is None else [limit, str(options.items)]
+        words += ["--run-programs"] if key == "humaneval" and options.run_programs else []
+        words += [] if options.items is None else ["--limit" if of_harness else "--items", str(options.items)]
         out[key] = [*words, "--batch", str(options.batch), *caches, *options.more]
     return out
 
 
-def text_of(table: Table, cells: dict[tuple[str, str], Cell | None], paper: str | None) -> str:
+def text_of(table: Table, cells: dict[tuple[str, str], Cell | None], model: str | None) -> str:
     """The table: per cent with 95 % intervals; the paper's in brackets where it has one; n the answers of a task."""
 
     def text(cell: Cell | None, of_paper: float | None) -> str:
@@ -105,13 +94,13 @@ def text_of(table: Table, cells: dict[tuple[str, str], Cell | None], paper: str 
 
     rows = []
     for method in table.methods:
-        known = PAPER.get(paper or "", {}).get(method, {})
+        known = PAPER.get(model or "", {}).get(method, {})
         row = [cells[method, task] for task in table.tasks]
-        mean = None if None in row else mean_cell(row)
+        mean = None if None in row else paper.mean_cell(row)
         texts = [text(cell, known.get(task)) for cell, task in zip(row, table.tasks, strict=True)]
-        rows.append([method, *texts, text(mean, paper_mean(paper or "", method, table.tasks))])
+        rows.append([method, *texts, text(mean, paper.paper_mean(model or "", method, table.tasks))])
     out = markdown(["method", *(TASKS[t].title for t in table.tasks), "mean"], rows)
-    return out + (f"\n\nIn brackets: the paper's for {paper} ({SOURCE})." if paper else "")
+    return out + (f"\n\nIn brackets: the paper's for {model} ({paper.SOURCE})." if model else "")
 
 
 def run(options: argparse.Namespace, execute: Callable[[Sequence[str]], int]) -> int:
@@ -127,14 +116,10 @@ def run(options: argparse.Namespace, execute: Callable[[Sequence[str]], int]) ->
                 failed.append(TASKS[key].title)
     if options.dry_run:
         return 0
-    cells = {(m, t): read_cell(options.out, TASKS[t], file_name(m)) for m in table.methods for t in table.tasks}
+    cells = {(m, t): paper.read_cell(options.out, TASKS[t], file_name(m)) for m in table.methods for t in table.tasks}
     if all(cell is None for cell in cells.values()):
         raise ValueError(f"{options.out} has no results of table {options.table}")
-    plain = [
-        {"method": method, "task": task, **dataclasses.asdict(cell)}
-        for (method, task), cell in cells.items()
-        if cell is not None
-    ]
+    plain = [{"method": m, "task": t, **dataclasses.asdict(cell)} for (m, t), cell in cells.items() if cell is not None]
     write_json(options.out / f"table{options.table}.json", {"title": table.title, "cells": plain})
     print(f"Table {options.table}: {table.title}\n\n{text_of(table, cells, options.paper)}")
     if failed:

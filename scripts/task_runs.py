@@ -17,7 +17,8 @@ import jax
 
 from kitty_jax.cache.config import CacheConfig
 from kitty_jax.cache.spec import caches_from_spec
-from kitty_jax.inference.engine import Engine, EngineResult, Request
+from kitty_jax.inference.detokenize import encode_prompts
+from kitty_jax.inference.engine import Engine, Request
 from kitty_jax.inference.prompts import check_capacity
 from kitty_jax.models import checkpoint as checkpoints
 from kitty_jax.models.tokenizer import load_tokenizer, stop_token_ids
@@ -37,12 +38,26 @@ Cache = CacheConfig | tuple[CacheConfig, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Item:
-    """Something to answer: its name in the results, its number for the seed, and the ids of its prompt."""
+class ItemTask:
+    """A task whose problems lie in a JSON Lines file.
+
+    Attributes:
+        name: of the task in the head of its results.
+        load: (file, offset, how many) -> problems.
+        key: the name of a problem in the results.
+        prompt: (problem, whether it goes through the chat template) -> text.
+        prompt_settings: (the same) -> what stands for all prompts in the head of the results.
+        row: (problem, completion, chat) -> what the results say of a completion.
+        stops: texts that end an answer outside the chat template.
+    """
 
     name: str
-    number: int
-    ids: Sequence[int]
+    load: Callable[[Path, int, int | None], list]
+    key: Callable[[Any], str]
+    prompt: Callable[[Any, bool], str]
+    prompt_settings: Callable[[bool], str]
+    row: Callable[[Any, str, bool], Mapping[str, Any]]
+    stops: tuple[str, ...]
 
 
 def add_checkpoint_arguments(parser: argparse.ArgumentParser, dtype: str | None = None) -> None:
@@ -187,58 +202,50 @@ def digest(*parts: bytes) -> str:
     return whole.hexdigest()[:16]
 
 
-def answer_items(
-    arguments: argparse.Namespace,
-    checkpoint: Checkpoint,
-    items: Sequence[Item],
-    settings: Mapping[str, Any],
-    row_of: Callable[[Item, EngineResult], Mapping[str, Any]],
-    stops: Sequence[str] = (),
-) -> dict[str, list[dict[str, Any]]]:
-    """Answers the items under every cache, as far as the files in ``arguments.out`` do not hold the answers already.
+def answer_items(arguments: argparse.Namespace, task: ItemTask) -> dict[str, list[dict[str, Any]]]:
+    """Answers a task under every cache, as far as the files in ``arguments.out`` do not hold the answers already.
 
     Args:
         arguments: of :func:`add_item_arguments`.
-        checkpoint: the model.
-        items: what to answer, as often as the protocol repeats them.
-        settings: what else decides an answer.
-        row_of: the row of an item's completion; "item", "repeat", "text", "tokens" and "ended" are added.
-        stops: texts that end an answer.
+        task: what to answer, as often as the protocol repeats it.
 
     Returns:
-        By cache, the rows of the items in their order, repeat by repeat.
+        By cache, the rows of the problems in their order, repeat by repeat: the task's own fields with "item",
+        "repeat", "text", "tokens" and "ended".
     """
-    protocol = protocol_of(arguments)
-    work = [(item, repeat) for repeat in range(protocol.repeats) for item in items]
-    new = protocol.max_new_tokens
-    requests = [
-        Request(item.ids, new, (arguments.seed + item.number + REPEAT_SEEDS * repeat) % 2**32, stops)
-        for item, repeat in work
-    ]
-    longest = max(items, key=lambda item: len(item.ids))
-    if len(longest.ids) + new > checkpoint.config.max_position:
+    caches, protocol = caches_of(arguments.cache), protocol_of(arguments)  # refused before anything is read
+    problems = task.load(arguments.file, arguments.offset, arguments.items)
+    checkpoint = Checkpoint(arguments)
+    chat = checkpoint.wants_chat(arguments.prompt)
+    prompts = encode_prompts(checkpoint.tokenizer, [task.prompt(p, chat) for p in problems], chat=chat)
+    new, longest = protocol.max_new_tokens, max(map(len, prompts))
+    if longest + new > checkpoint.config.max_position:
         raise ValueError(
-            f"prompt {longest.name} has {len(longest.ids)} tokens, and with max_new_tokens {new} needs "
-            f"{len(longest.ids) + new} positions; the model was made for {checkpoint.config.max_position}. Lower "
-            "max_new_tokens"
+            f"the longest prompt has {longest} tokens, and with max_new_tokens {new} needs {longest + new} positions; "
+            f"the model was made for {checkpoint.config.max_position}. Lower max_new_tokens"
         )
-    capacity = check_capacity([len(longest.ids)], new, None)
-    keys = [item.name if repeat == 0 else f"{item.name}#{repeat}" for item, repeat in work]
-    settings = {**settings, **checkpoint.settings(), **protocol.settings(), "seed": arguments.seed}
+    work = {}  # by the key of a row: the problem, the repeat, the request
+    for repeat in range(protocol.repeats):
+        for number, (problem, ids) in enumerate(zip(problems, prompts, strict=True), arguments.offset):
+            seed = (arguments.seed + number + REPEAT_SEEDS * repeat) % 2**32
+            request = Request(ids, new, seed, () if chat else task.stops)
+            work[task.key(problem) + (f"#{repeat}" if repeat else "")] = problem, repeat, request
+    settings = {"task": task.name, "data": digest(arguments.file.read_bytes()), "prompt": task.prompt_settings(chat)}
+    settings |= {**checkpoint.settings(), **protocol.settings(), "seed": arguments.seed}
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "batch": arguments.batch}
     about["implementation"] = arguments.implementation
     out = {}
-    for name, cache in caches_of(arguments.cache).items():
+    for name, cache in caches.items():
         path = arguments.out / f"{file_name(name)}.jsonl"
         with open_results(path, {**settings, "cache": cache_settings(cache)}, about) as results:
-            missing = [i for i, key in enumerate(keys) if key not in results.rows]
-            if len(missing) < len(keys):
-                say(f"{name}: {len(keys) - len(missing)} of {len(keys)} answers are in {path}")
+            missing = [key for key in work if key not in results.rows]
+            if len(missing) < len(work):
+                say(f"{name}: {len(work) - len(missing)} of {len(work)} answers are in {path}")
             if missing:
                 engine = Engine(
                     checkpoint.model,
                     slots=arguments.batch,
-                    capacity=capacity,
+                    capacity=check_capacity([longest], new, None),
                     decode=checkpoint.decode,
                     cache=cache,
                     sampler=protocol.sampler(),
@@ -246,12 +253,12 @@ def answer_items(
                     implementation=arguments.implementation,
                 )
                 progress = Progress(name)
-                for done, (index, got) in enumerate(engine.as_completed([requests[i] for i in missing]), 1):
-                    item, repeat = work[missing[index]]
-                    common = {"item": item.name, "repeat": repeat, "tokens": len(got.tokens), "ended": got.ended}
-                    results.append(keys[missing[index]], {**common, **row_of(item, got), "text": got.text})
+                for done, (index, got) in enumerate(engine.as_completed([work[key][2] for key in missing]), 1):
+                    problem, repeat, _ = work[missing[index]]
+                    row = {"item": task.key(problem), "repeat": repeat, "tokens": len(got.tokens), "ended": got.ended}
+                    results.append(missing[index], {**row, **task.row(problem, got.text, chat), "text": got.text})
                     progress(done, len(missing))
-            out[name] = [results.rows[key] for key in keys]
+            out[name] = [results.rows[key] for key in work]
     return out
 
 

@@ -50,7 +50,7 @@ def read_tokens(model: Path, file: Path, count: int, start: int = 0) -> list[int
 
     if count <= start + 1:
         raise ValueError(
-            f"--tokens must be more than --start + 1 = {start + 1}, got {count}; give more, or a lower --start"
+            f"--tokens must be more than --start + 1 = {start + 1}, got {count}: raise it, or lower --start"
         )
     text = read_text(file)
     tokenizer = load_tokenizer(model)
@@ -71,11 +71,8 @@ def fetch_kjv(cache: Path = CACHE) -> Path:
     target = cache / KJV
     if target.exists():
         return _checked(target)
-    missing = [tool for tool in ("apt-get", "dpkg-deb") if not shutil.which(tool)]
-    if missing:
-        raise ValueError(
-            f"needs {' and '.join(missing)} of Debian; elsewhere, give evaluate.py any long text of your own"
-        )
+    if missing := [tool for tool in ("apt-get", "dpkg-deb") if not shutil.which(tool)]:
+        raise ValueError(f"needs {' and '.join(missing)} of Debian; elsewhere, use any long text of your own")
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="part-") as name:
         folder = Path(name)
@@ -98,19 +95,11 @@ def _checked(path: Path) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> str:
-    try:
-        result = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except OSError as error:
-        raise ValueError(f"{command[0]} did not start: {error}") from error
+    result = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if result.returncode:
         raise ValueError(f"{' '.join(command)} failed: {(result.stderr or result.stdout).strip()[-400:]}")
     return result.stdout
 
 
-def main() -> int:
-    parser = Parser("texts.py", __doc__)
-    return run_command(parser, lambda _: print(fetch_kjv()), None)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(Parser("texts.py", __doc__), lambda _: print(fetch_kjv()), None))

@@ -5,10 +5,10 @@
 
 The task is `kitty_jax/research/tasks/lookup.py`: hundreds of key-value pairs, then every key again. The recipe: Adam on
 the answers alone, float32 parameters, the forward pass in bfloat16 on a GPU; stages of growing length, each left as
-soon as a round of steps is solved; then a decay of the learning rate to 0 at the last length. First weights
-(`recall_model.py`): the embeddings share a common part, through which the first layer's heads begin by looking one and
-two tokens back; the key norms' weights begin unequal, so that key channels differ in magnitude as a real model's do.
-All random numbers come from --seed.
+soon as a round of steps is solved; then a decay of the learning rate to 0 at the last length. First weights: the
+embeddings share a common part, through which the first layer's heads begin by looking one and two tokens back; the key
+norms' weights begin unequal, so that key channels differ in magnitude as a real model's do. All random numbers come
+from --seed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import json
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout, installed or not
@@ -34,17 +34,25 @@ from kitty_jax.cache.spec import cache_from_spec
 from kitty_jax.cache.steps import FunctionalModel, functional
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.decoder import DecoderConfig
+from kitty_jax.models.hf_config import config_to_hf
+from kitty_jax.models.params import hf_tensors
 from kitty_jax.models.registry import config_from_name, random_model
 from kitty_jax.models.rope import RopeConfig
+from kitty_jax.models.safetensors_dir import CONFIG, WEIGHTS, write_safetensors
+from kitty_jax.models.tokenizer import import_transformers
 from kitty_jax.research.scoring import SCORINGS
 from kitty_jax.research.tasks.lookup import Lookup, evaluate
 from scripts.command_line import Parser, run_command, whole
-from scripts.recall_model import initial_model, load_task, save
 from scripts.tables import markdown, percent, write_json
 from scripts.task_runs import say
 
 SHORT = 256  # tokens up to which plain attention is as fast as cuDNN's, which has limits on lengths of its own
 ROUND = 50  # steps between two looks at the accuracy; one program
+# For a learning rate of 1: `train_round` multiplies by its own.
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
+TASK = "recall_task.json"  # beside the weights: what the model was trained on
+LOOK_BACK = 5.0  # of the first layer's queries and keys, the constant component's size against the random one's
+LOOK_BACK_SCALE = 2.5  # and the first weights of its query norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +92,51 @@ class Recipe:
 RECIPE_OPTIONS = {f.name: f.default for f in dataclasses.fields(Recipe) if f.name not in ("task", "stages")}
 
 
+def initial_model(config: DecoderConfig, seed: int, *, key_spread: float, common: float):
+    """Random weights with a bias towards the task, which saves most of the training (see `look_back`).
+
+    Residual branches are small, embeddings have a common part of length ``common`` (their own is 1), and the key norms'
+    weights are unequal: ``key_spread`` is the standard deviation of their logarithm.
+    """
+    model = random_model(config, seed)
+    key = jax.random.key(seed + 1)
+    shared = jax.random.normal(jax.random.fold_in(key, 0), (config.embed_dim,), jnp.float32)
+    model.embed.weight[...] += common * config.embed_dim**-0.5 * shared
+    look_back(model.layers[0].attn, config, shared)
+    for i, block in enumerate(model.layers):
+        block.attn.o.weight[...] *= (2 * config.num_layers) ** -0.5
+        block.mlp.down.weight[...] *= (2 * config.num_layers) ** -0.5
+        spread = jax.random.normal(jax.random.fold_in(key, 1 + i), (config.head_dim,), jnp.float32)
+        weight = jnp.exp(key_spread * spread)
+        # Their mean square is 1, so that logits begin as large as with equal weights.
+        block.attn.k_norm.weight[...] = weight * jax.lax.rsqrt(jnp.mean(jnp.square(weight)))
+        block.attn.q_norm.weight[...] = jnp.full_like(weight, LOOK_BACK_SCALE if i == 0 else 1.0)
+    return model
+
+
+def look_back(attention, config: DecoderConfig, shared: jax.Array) -> None:
+    """Heads of the first layer that attend one token back, two, one, two, ... before anything is learned.
+
+    The embeddings' common part makes a constant component of queries and keys; that of the queries is the keys', turned
+    back by the rotary embedding of one or two tokens.
+    """
+    half = config.head_dim // 2
+    frequency = np.asarray(config.rope.theta, np.float32) ** (-np.arange(half, dtype=np.float32) / half)
+    used = (frequency > 0.1).astype(np.float32)  # slower ones cannot tell neighbours apart
+    size = LOOK_BACK * np.sqrt(half / used.sum())
+    towards = np.asarray(shared / jnp.linalg.norm(shared)) / np.sqrt(config.embed_dim)
+
+    def turned(back: int) -> np.ndarray:
+        return np.concatenate([used * np.cos(back * frequency), -used * np.sin(back * frequency)]) * size
+
+    group = config.num_heads // config.num_kv_heads
+    added = np.zeros(attention.qkv.weight.shape, np.float32)  # [K, Q + 2, D, E]
+    for head in range(config.num_heads):
+        added[head // group, head % group] = turned(1 + head % 2)[:, None] * towards
+    added[:, -2] = turned(0)[:, None] * towards
+    attention.qkv.weight[...] += added
+
+
 def attend(cache, q, k, v):
     """Causal attention of a whole text; nothing is cached."""
     if q.shape[1] <= SHORT:
@@ -98,15 +151,13 @@ def answer_loss(model: FunctionalModel, tokens: jax.Array, task: Lookup) -> tupl
     positions = jnp.broadcast_to(jnp.arange(given.shape[1], dtype=jnp.int32), given.shape)
     hidden, _ = decoder(given, positions, (None,) * model.config.num_layers, attend)
     logits, wanted = decoder.logits(hidden[:, task.asked]), tokens[:, 1:][:, task.asked]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-    return jnp.mean(loss), jnp.mean((jnp.argmax(logits, -1) == wanted).astype(jnp.float32))
+    loss = jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, wanted))
+    return loss, jnp.mean((jnp.argmax(logits, -1) == wanted).astype(jnp.float32))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("template", "task", "batch", "recipe"), donate_argnames=("params", "state")
-)
-def train_round(params, state, key, rates, *, template: FunctionalModel, task: Lookup, batch: int, recipe: Recipe):
-    """As many steps as there are rates, one after another -> (params, state, losses, accuracies).
+@functools.partial(jax.jit, static_argnames=("template", "task", "batch"), donate_argnames=("params", "state"))
+def train_round(params, state, key, rates, *, template: FunctionalModel, task: Lookup, batch: int):
+    """As many steps as there are rates, one after another -> ((params, state), (losses, accuracies)).
 
     params: float32; the forward pass runs in the template's dtype.
     """
@@ -120,18 +171,12 @@ def train_round(params, state, key, rates, *, template: FunctionalModel, task: L
         key, rate = x
         (value, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(params, task.sample(key, batch))
         with jax.numpy_dtype_promotion("standard"):  # optax raises a float to the power of the step's number
-            updates, state = optimizer().update(grads, state, params)
+            updates, state = OPTIMIZER.update(grads, state, params)
         params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
         return (params, state), (value, accuracy)
 
     keys = jax.random.split(key, rates.shape[0])
-    (params, state), (losses, accuracies) = jax.lax.scan(step, (params, state), (keys, rates))
-    return params, state, losses, accuracies
-
-
-def optimizer() -> optax.GradientTransformation:
-    """Adam on clipped gradients, for a learning rate of 1: `train_round` multiplies by its own."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b1=0.9, b2=0.98))
+    return jax.lax.scan(step, (params, state), (keys, rates))
 
 
 def train(config: DecoderConfig, recipe: Recipe, *, seconds: float = float("inf"), say=print):
@@ -150,20 +195,16 @@ def train(config: DecoderConfig, recipe: Recipe, *, seconds: float = float("inf"
     begin = time.perf_counter()
     wide = dataclasses.replace(config, dtype=jnp.float32)
     model = functional(initial_model(wide, recipe.seed, key_spread=recipe.key_spread, common=recipe.common))
-    params, state = model.params, optimizer().init(model.params)
+    params, state = model.params, OPTIMIZER.init(model.params)
     template = dataclasses.replace(functional(random_model(config, recipe.seed)), params=None)
     key, history, done = jax.random.key(recipe.seed + 2), [], 0
-    shapes = jax.eval_shape(lambda: (params, state, key, jnp.zeros(ROUND, jnp.float32)))
-
-    def compiled(pairs: int):
-        task = dataclasses.replace(recipe.task, pairs=pairs)
-        options = {"template": template, "task": task, "batch": recipe.batch(pairs), "recipe": recipe}
-        return train_round.lower(*shapes, **options).compile()
 
     def run_round(pairs: int, rates: np.ndarray) -> float:
         nonlocal params, state, done
-        out = programs[pairs].result()(params, state, jax.random.fold_in(key, done), jnp.asarray(rates, jnp.float32))
-        params, state, losses, accuracies = out
+        task = dataclasses.replace(recipe.task, pairs=pairs)
+        inputs = params, state, jax.random.fold_in(key, done), jnp.asarray(rates, jnp.float32)
+        got = train_round(*inputs, template=template, task=task, batch=recipe.batch(pairs))
+        (params, state), (losses, accuracies) = got
         done += len(rates)
         row = {"pairs": pairs, "step": done, "loss": float(losses.mean()), "accuracy": float(accuracies.mean())}
         history.append(row | {"seconds": time.perf_counter() - begin})
@@ -171,21 +212,52 @@ def train(config: DecoderConfig, recipe: Recipe, *, seconds: float = float("inf"
             say(", ".join(f"{k} {v:.4g}" for k, v in history[-1].items()))
         return row["accuracy"]
 
-    with ThreadPoolExecutor(len(recipe.stages)) as pool:  # all lengths compile side by side
-        programs = {pairs: pool.submit(compiled, pairs) for pairs in recipe.stages}
-        for pairs in recipe.stages:
-            for _ in range(recipe.steps // ROUND):
-                rates = recipe.rate * np.minimum((done + 1 + np.arange(ROUND)) / recipe.warmup, 1)
-                if run_round(pairs, rates) >= recipe.solved or time.perf_counter() - begin > seconds:
-                    break
-            if time.perf_counter() - begin > seconds:
+    for pairs in recipe.stages:
+        for _ in range(recipe.steps // ROUND):
+            rates = recipe.rate * np.minimum((done + 1 + np.arange(ROUND)) / recipe.warmup, 1)
+            if run_round(pairs, rates) >= recipe.solved or time.perf_counter() - begin > seconds:
                 break
-        count = recipe.decay // ROUND * ROUND
-        for rates in (recipe.rate * (1 - np.arange(count) / max(count, 1))).reshape(-1, ROUND):
-            run_round(pairs, rates)
-    final = jax.tree.map(lambda x: x.astype(config.dtype), params)
-    trained = dataclasses.replace(template, params=final).merge()
+        if time.perf_counter() - begin > seconds:
+            break
+    count = recipe.decay // ROUND * ROUND
+    for rates in (recipe.rate * (1 - np.arange(count) / max(count, 1))).reshape(-1, ROUND):
+        run_round(pairs, rates)
+    trained = dataclasses.replace(template, params=jax.tree.map(lambda x: x.astype(config.dtype), params)).merge()
     return trained, dataclasses.replace(recipe.task, pairs=pairs), history
+
+
+def save(model, task: Lookup, directory: Path, about: dict) -> None:
+    """A Hugging Face directory with weights, config and a tokenizer of whole words, and beside them the task with
+    what is told ``about`` the training."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(task, directory)
+    write_safetensors(directory / WEIGHTS, hf_tensors(model))
+    write_json(directory / TASK, {"task": dataclasses.asdict(task), **about})
+    write_json(directory / CONFIG, {**config_to_hf(model.config), "bos_token_id": 0})
+
+
+def write_tokenizer(task: Lookup, directory: Path) -> None:
+    """Words apart by spaces; <bos> in front of every text."""
+    import_transformers()
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = task.words()
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{words[0]} $A", special_tokens=[(words[0], 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=words[0]).save_pretrained(directory)
+
+
+def load_task(directory: Path) -> Lookup:
+    """The task that a model was trained on.
+
+    Raises:
+        ValueError: the directory was not written by this script.
+    """
+    if not (directory / TASK).is_file():
+        raise ValueError(f"{directory} has no {TASK}; wanted a directory that this script wrote with --out")
+    return Lookup(**json.loads((directory / TASK).read_text())["task"])
 
 
 def parser() -> Parser:
@@ -196,13 +268,9 @@ def parser() -> Parser:
     group = out.add_argument_group("evaluation")
     group.add_argument("--cache", action="append", default=[], metavar="NAME", help="default: every named cache")
     group.add_argument("--scoring", choices=SCORINGS, default="simulation")
-    whole_numbers = {
-        "sequences": (64, "each asks for all its pairs"),
-        "batch": (16, "sequences at a time"),
-        "workers": (1, "caches at a time"),
-    }
-    for name, (default, what) in whole_numbers.items():
-        group.add_argument(f"--{name}", type=whole(1), default=default, help=f"{what} (default: %(default)s)")
+    group.add_argument("--sequences", type=whole(1), default=64, help="each asks for all its pairs (default: 64)")
+    group.add_argument("--batch", type=whole(1), default=16, help="sequences at a time (default: %(default)s)")
+    group.add_argument("--workers", type=whole(1), default=1, help="caches at a time (default: %(default)s)")
     group.add_argument("--evaluation-seed", type=int, default=1234, help="of the sequences (default: %(default)s)")
     group = out.add_argument_group("model and recipe")
     group.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")

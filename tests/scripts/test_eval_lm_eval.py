@@ -17,38 +17,34 @@ from tests.scripts.cli_checkpoint import write_checkpoint
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'kitty-jax[eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness and of its many dependencies
 
-CHOICE = """
-task: tiny_choice
+TASK = """
+task: tiny_{name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
+"""
+TASKS = {
+    "choice": """
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_choice: [" yes", " no", " 123 mats"]
-doc_to_target: "{{{{label}}}}"
-metric_list: [{{metric: acc}}]
-"""
-WORDS = """
-task: tiny_words
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}]
+""",
+    "words": """
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{word}}}}"
-generation_kwargs: {{until: ["e"], max_gen_toks: 12, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
-ROLLING = """
-task: tiny_rolling
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: {file}}}}}
-test_split: test
+doc_to_text: "{{question}}"
+doc_to_target: "{{word}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "rolling": """
 output_type: loglikelihood_rolling
 doc_to_text: ""
-doc_to_target: "{{{{question}}}}"
-metric_list: [{{metric: word_perplexity}}]
-"""
+doc_to_target: "{{question}}"
+metric_list: [{metric: word_perplexity}]
+""",
+}
 QUESTIONS = ["the cat sat on the mat", "does it rain", "123 and 12"]
 
 
@@ -78,8 +74,8 @@ def tasks(tmp_path, monkeypatch):
     rows = [{"question": q, "label": 2, "word": "x"} for q in QUESTIONS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tasks").mkdir()
-    for name, text in (("choice", CHOICE), ("words", WORDS), ("rolling", ROLLING)):
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(text.format(file=file))
+    for name, text in TASKS.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(TASK.format(name=name, file=file) + text)
     return tmp_path / "tasks"
 
 
@@ -218,27 +214,12 @@ def test_the_harness_runs_local_tasks(checkpoint, parts, tasks, tmp_path, capsys
 
 def test_the_protocol_reaches_the_answers(checkpoint, tasks, tmp_path):
     command = ["lm-eval", "--model", checkpoint, "--tasks", "tiny_words", "--include-path", tasks]
-    command += [
-        "--out",
-        tmp_path / "out",
-        "--repeats",
-        "2",
-        "--max-new-tokens",
-        "6",
-        "--temperature",
-        "3",
-        "--limit",
-        "2",
-    ]
+    command += ["--out", tmp_path / "out", "--repeats", "2", "--limit", "2"]
+    command += ["--max-new-tokens", "6", "--temperature", "3"]
     assert main([str(x) for x in command]) == 0
     first, second = (json.loads((tmp_path / "out" / "tiny_words" / f"full.{r}.json").read_text()) for r in (0, 1))
-    assert first["settings"]["generation"] == {
-        "do_sample": True,
-        "temperature": 3.0,
-        "top_p": 0.95,
-        "top_k": 20,
-        "max_gen_toks": 6,
-    }
+    wanted = {"do_sample": True, "temperature": 3.0, "top_p": 0.95, "top_k": 20, "max_gen_toks": 6}
+    assert first["settings"]["generation"] == wanted
     texts = [[s["resps"] for s in run["samples"]["tiny_words"]] for run in (first, second)]
     assert len(texts[0]) == 2
     assert texts[0] != texts[1]

@@ -38,11 +38,8 @@ def test_gsm8k_is_taken_up_again_and_extended(checkpoint, problems, tmp_path, ca
     assert settings["cache"]["page"] == 16
     about = json.loads(file.read_text().splitlines()[0])["about"]
     assert (about["implementation"], about["batch"]) == ("auto", 2)
-    assert [(row["key"], row["wanted"], row["ended"], row["tokens"]) for row in rows] == [
-        ("0", "0", "length", 12),
-        ("1", "1", "length", 12),
-        ("2", "2", "length", 12),
-    ]
+    got = [(row["key"], row["wanted"], row["ended"], row["tokens"]) for row in rows]
+    assert got == [(str(i), str(i), "length", 12) for i in range(3)]
     summary = json.loads((out / "summary.json").read_text())
     assert summary["full"]["items"] == summary[CACHE]["against_full"]["answers"] == 3
     assert "| full | 3 |" in capsys.readouterr().out
@@ -98,20 +95,11 @@ def test_gsm8k_errors_come_before_the_model(checkpoint, problems, tmp_path, caps
 
 def test_humaneval_runs_programs_only_when_asked(checkpoint, tmp_path, capsys, monkeypatch):
     file, out = tmp_path / "tasks.jsonl", tmp_path / "out"
+    # Whatever follows the first one's prompt is a comment; no completion can mend the second one.
     rows = [
-        # Whatever follows the first one's prompt is a comment; no completion can mend the second one.
-        {
-            "task_id": "T/0",
-            "prompt": "def one():\n    return 1  # ",
-            "entry_point": "one",
-            "test": "def check(f): assert f() == 1",
-        },
-        {
-            "task_id": "T/1",
-            "prompt": "def two():\n    return 1  # ",
-            "entry_point": "two",
-            "test": "def check(f): assert f() == 2",
-        },
+        {"task_id": f"T/{i}", "prompt": f"def {name}():\n    return 1  # ", "entry_point": name}
+        | {"test": f"def check(f): assert f() == {i + 1}"}
+        for i, name in enumerate(("one", "two"))
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["humaneval", "--model", checkpoint, "--file", file, "--out", out, "--prompt", "text", "--batch", "2"]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kitty_jax.cache.config import CacheConfig
-from kitty_jax.cache.dense_attention import causal_attention
+from kitty_jax.cache.steps import functional
 from kitty_jax.models.checkpoint import load_model
 from kitty_jax.models.tokenizer import load_tokenizer
 from kitty_jax.research.tasks.lookup import Lookup, answers, evaluate, in_pages
-from scripts import recall_model, train_recall
+from scripts import train_recall
 
 TASK = Lookup(pairs=5, firsts=4, lasts=4, values=8)
 SMALL = ["--layers", "2", "--heads", "2", "--kv-heads", "1", "--head-dim", "16", "--embed", "32", "--mlp", "32"]
@@ -71,7 +71,7 @@ def trained(tmp_path_factory):
     lines = []
     model, task, history = train_recall.train(config, recipe, say=lines.append)
     directory = tmp_path_factory.mktemp("recall") / "model"
-    recall_model.save(model, task, directory, {"history": history})
+    train_recall.save(model, task, directory, {"history": history})
     return model, task, history, directory
 
 
@@ -84,41 +84,35 @@ def test_the_loss_falls_and_the_stages_grow(trained):
 
 
 def test_the_first_layer_looks_back_before_it_is_trained():
-    options = train_recall.parser().parse_args(["--json", "x", "--stages", "16", "--embed", "64", "--dtype", "float32"])
+    small = ["--json", "x", "--stages", "16", "--embed", "64", "--mlp", "16", "--layers", "1", "--dtype", "float32"]
+    options = train_recall.parser().parse_args(small)
     config, recipe = train_recall.recipe_of(options)
-    model = recall_model.initial_model(config, 0, key_spread=recipe.key_spread, common=recipe.common)
+    model = train_recall.initial_model(config, 0, key_spread=recipe.key_spread, common=recipe.common)
     tokens = recipe.task.sample(jax.random.key(0), 1)[:, :-1]
     seen = []
 
-    def attend(first, q, k, v):
-        if first:
-            logits = jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2)) * q.shape[-1] ** -0.5
-            causal = jnp.tri(tokens.shape[1], dtype=bool)
-            seen.append(jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1)[0])
-        return causal_attention(q, k, v), first
+    def attend(cache, q, k, v):
+        logits = jnp.einsum("btnd,bsnd->bnts", q, jnp.repeat(k, q.shape[2] // k.shape[2], 2)) * q.shape[-1] ** -0.5
+        causal = jnp.tri(tokens.shape[1], dtype=bool)
+        seen.append(jax.nn.softmax(jnp.where(causal, logits, -jnp.inf), -1)[0])
+        return q, cache
 
-    model(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], (True, False), attend)
+    model(tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], (None,), attend)
     for head, weights in enumerate(seen[0]):
         back = [float(jnp.mean(jnp.diagonal(weights, -i))) for i in range(4)]
         assert int(np.argmax(back)) == 1 + head % 2
         assert max(back) > 0.4
-    spread = np.asarray(model.layers[1].attn.k_norm.weight[...])
+    spread = np.asarray(model.layers[0].attn.k_norm.weight[...])
     assert spread.max() > 3 * np.median(spread)  # some key channels are much larger than most
 
 
-def test_the_checkpoint_reloads_with_equal_outputs(trained):
+def test_the_checkpoint_reloads_with_equal_weights_and_a_word_for_every_token(trained):
     model, task, _, directory = trained
     again = load_model(directory)
     assert again.config == model.config
-    tokens = task.sample(jax.random.key(5), 2)[:, :-1]
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    wanted, got = (m.logits(m(tokens, positions, (None,) * 2, train_recall.attend)[0]) for m in (model, again))
-    np.testing.assert_array_equal(got, wanted)
-    assert recall_model.load_task(directory) == task
-
-
-def test_the_tokenizer_has_a_word_for_every_token(trained):
-    tokenizer = load_tokenizer(trained[3])
+    jax.tree.map(np.testing.assert_array_equal, functional(again).params, functional(model).params)
+    assert train_recall.load_task(directory) == task
+    tokenizer = load_tokenizer(directory)
     assert tokenizer("a0 b3 v7")["input_ids"] == [0, 1, 8, 16]
     assert tokenizer.decode([1, 8, 16]) == "a0 b3 v7"
 
