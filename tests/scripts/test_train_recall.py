@@ -122,7 +122,8 @@ def test_answers_are_the_argmax_of_a_plain_forward_pass(trained):
     tokens = np.asarray(task.sample(jax.random.key(7), 5))
     got = answers(model, tokens, task, "full", batch=2)  # the last batch is filled up
     positions = jnp.broadcast_to(jnp.arange(task.length, dtype=jnp.int32), (5, task.length))
-    logits = model.logits(model(jnp.asarray(tokens[:, :-1]), positions, (None,) * 2, train_recall.attend)[0])
+    forward = jax.jit(lambda ids: model.logits(model(ids, positions, (None,) * 2, train_recall.attend)[0]))
+    logits = forward(tokens[:, :-1])
     np.testing.assert_array_equal(got, (jnp.argmax(logits, -1) == tokens[:, 1:])[:, task.asked])
     with pytest.raises(ValueError, match=r"are \[B, 31\], got \[5, 30\]"):
         answers(model, tokens[:, 1:], task, "full")
