@@ -140,3 +140,9 @@ def test_a_new_temperature_compiles_nothing() -> None:
 def test_values_out_of_range_are_refused(options, message) -> None:
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+def test_top_p_that_is_reached_exactly_keeps_no_further_token():
+    logits = jnp.log(jnp.array([[0.5, 0.25, 0.25]], jnp.float32))
+    kept = np.isfinite(Sampling(top_p=0.5).filter(logits))
+    np.testing.assert_array_equal(kept, [[True, False, False]])
