@@ -218,11 +218,13 @@ def answer_items(arguments: argparse.Namespace, task: ItemTask) -> dict[str, lis
     checkpoint = Checkpoint(arguments)
     chat = checkpoint.wants_chat(arguments.prompt)
     prompts = encode_prompts(checkpoint.tokenizer, [task.prompt(p, chat) for p in problems], chat=chat)
-    new, longest = protocol.max_new_tokens, max(map(len, prompts))
+    sizes = [len(ids) for ids in prompts]
+    new, longest = protocol.max_new_tokens, max(sizes)
     if longest + new > checkpoint.config.max_position:
         raise ValueError(
-            f"the longest prompt has {longest} tokens, and with max_new_tokens {new} needs {longest + new} positions; "
-            f"the model was made for {checkpoint.config.max_position}. Lower max_new_tokens"
+            f"prompt {task.key(problems[sizes.index(longest)])} has {longest} tokens, and with max_new_tokens {new} "
+            f"needs {longest + new} positions; the model was made for {checkpoint.config.max_position}. Lower "
+            "max_new_tokens"
         )
     work = {}  # by the key of a row: the problem, the repeat, the request
     for repeat in range(protocol.repeats):

@@ -82,6 +82,7 @@ def test_gsm8k_samples_each_repeat_anew(checkpoint, problems, tmp_path):
         (["--cache", "KITTY", "--cache", "kitty"], "would share a file"),
         (["--items", "7"], "has 6 problems; wanted 7"),
         (["--max-new-tokens", "250"], "the model was made for 256"),
+        (["--max-new-tokens", "250"], "prompt 0 has "),
         (["--repeats", "2"], "would give equal answers"),
         (["--top-k", "3"], "leave out top_k"),
         (["--file", "nowhere.jsonl"], "no file nowhere.jsonl"),
